@@ -71,7 +71,6 @@ class Execution:
     kv_in_blocks: bool = False  # for rules that reserve tokens (RRA, WAA); else in rows
     kv_tokens: int = 0  # tokens in a group's KV blocks; 0: as planned
     other_rooms: tuple[tuple[int, int], ...] = ()  # (slots, kv_tokens) of replicas' other shapes
-    shuffle_window: int = 1  # requests within a window are shuffled; 1: none
     routing: str = LEAST_TOKENS  # how requests are divided among replicas
     mean_output_tokens: float = 0.0  # expected of a request, for routing; 0: its max_tokens
     has_forms: bool = False  # the job holds all answers to a form: the tokenizer is read at once

@@ -16,8 +16,8 @@ from xgpt.core.lengths import FloatArray, IntArray, synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules import batch_sizer
 from xrunner.rules.forecast import with_forecasts
+from xrunner.rules.order import run_order, window_of
 from xscheduler.replays import Replays
 from xscheduler.replicas import problem_of_replica
 from xsimulator.plans import PlanCache
@@ -133,52 +133,55 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
     has_steps: as of xsimulator.replay.job.Replayer."""
     if problem.num_queries is None:
         return None
-    found = _runnable(problem, estimate)
-    total = problem.num_queries if found is None else len(found[1])
-    count, known = min(total, MOST_PREDICTED), None
+    lengths = job_lengths(problem, estimate)
+    total = problem.num_queries if lengths is None else len(lengths.inputs)
+    count = min(total, MOST_PREDICTED)
     if not total:
         return None
-    if found is not None:
-        lengths, rows = found
-        rows = rows if count == total else rows[np.linspace(0, total - 1, count).astype(np.int64)]
-        known = lengths.take(rows[in_run_order(problem, estimate, count)])
-        if problem.observes:  # each to its own cap: a sampled longer output would be cut
-            known = replace(known, outputs=known.most_outputs)
+    known = None if lengths is None else evenly_spread(problem, lengths, count)
     replayer = replayer_of(problem, timing, estimate, clocks, has_steps=has_steps)
+    order = None if known is None else in_run_order(problem, estimate, known)
     results = job_replays(replayer, count, np.random.default_rng(problem.seed), known=known,
-                          replays=replays)
+                          order=order, replays=replays)
     limit_s, deadlines_s = problem.constraint.limit_s("deadline"), None
     if known is not None and known.deadlines_s is not None:
-        deadlines_s = known.deadlines_s
+        deadlines_s = known.deadlines_s[order]
     elif math.isfinite(limit_s):
         deadlines_s = np.full(count, limit_s)
     return JobReplays(results, total, count == total, deadlines_s)
 
 
+def evenly_spread(problem: Problem, lengths: QueryLengths, count: int) -> QueryLengths:
+    """Lengths of `count` of a job's requests, as they are replayed."""
+    total = len(lengths.inputs)
+    known = lengths if count == total else lengths.take(
+        np.linspace(0, total - 1, count).astype(np.int64))
+    # each to its own cap: a sampled longer output would be cut
+    return replace(known, outputs=known.most_outputs) if problem.observes else known
+
+
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
-    """Lengths of the requests that the schedule can run, in the order of the run; the others become
+    """Lengths of the requests that the schedule can run, in the input's order; the others become
     error records. None if the lengths are unknown before tokenising."""
-    found = _runnable(problem, estimate)
-    return None if found is None else found[0].take(
-        found[1][in_run_order(problem, estimate, len(found[1]))])
-
-
-def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntArray] | None:
-    """(lengths of all requests, indices of those that can run); None if lengths are unknown."""
     known = problem.queries
     if problem.is_synthetic and problem.num_queries is not None:
         inputs, outputs = synthetic_lengths(problem.lengths, problem.num_queries, problem.seed)
         known = QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs)
     if known is None:
         return None
-    known = with_forecasts(known, problem, forecasting_of(estimate.controls))
+    for forecasting in (forecasting_of(estimate.controls), problem.adjustment.admission.forecast):
+        known = with_forecasts(known, problem, forecasting)  # the second for the order alone
     runs = known.reserves <= estimate.longest_query
     runs &= known.most_outputs >= 1
     runs &= known.inputs <= (estimate.longest_input or np.inf)
-    return known, np.flatnonzero(runs)
+    return known if runs.all() else known.take(np.flatnonzero(runs))
 
 
-def in_run_order(problem: Problem, estimate: Estimate, count: int) -> list[int]:
-    """Indices of `count` requests in the order of a run."""
-    window = batch_sizer.window_of(problem.adjustment.shuffle, estimate.figures.encode_batch)
-    return list(batch_sizer.in_run_order(count, window, problem.seed))
+def in_run_order(problem: Problem, estimate: Estimate, lengths: QueryLengths) -> IntArray:
+    """Indices of requests of these lengths in the order of a run. Where the problem leaves the
+    order open, it is the input's."""
+    asked = problem.adjustment
+    if asked.order == "auto":
+        return np.arange(len(lengths.inputs))
+    return run_order(asked.order, window_of(asked, estimate.figures.encode_batch), lengths,
+                     problem.seed)

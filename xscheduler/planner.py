@@ -1,5 +1,5 @@
 """The one planner: the schedule of a problem, whether its values are fixed, it is short, or its
-lengths are yet to be observed. Six steps:
+lengths are yet to be observed. Seven steps:
 
 1. Steady state: the best of the policies that are searched, or that the job names, within the
    limits and their confidence.
@@ -8,7 +8,8 @@ lengths are yet to be observed. Six steps:
 3. For a job of few requests: the schedule of shortest makespan.
 4. For a job with deadlines: a schedule that has enough requests in time.
 5. For static batches formed by a threshold that the job leaves open: the best one.
-6. KV cache for the longest request, if memory allows it."""
+6. KV cache for the longest request, if memory allows it.
+7. The order in which the job's requests are run."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.fallback import initial_or_raise
 from xscheduler.makespan import best_for_job
 from xscheduler.margin import Margins
+from xscheduler.ordering import in_chosen_order, with_order
 from xscheduler.progress import Watch
 from xscheduler.prospects import with_prospects
 from xscheduler.replicas import idle_note
@@ -111,7 +113,12 @@ class Planner:
             schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
-            schedule = with_prospects(schedule, Margins(problem, self._evaluator), self._tell,
+            is_job = self.options.horizon == "job" and not self.options.untimed
+            schedule = with_order(self._narrowed, self.timing, schedule,
+                                  is_free=is_job and not self.options.is_rough)
+            evaluator = self._evaluator if schedule.order == "input" else Evaluator(
+                in_chosen_order(self._narrowed, schedule), self.timing)
+            schedule = with_prospects(schedule, Margins(problem, evaluator), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
         return _with_idle_note(problem, schedule.changed(hardware_qps=roofline_limit_qps(problem)))

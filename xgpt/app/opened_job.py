@@ -16,6 +16,7 @@ from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes
 from xgpt.job.answer_forms import most_tokens_of
 from xgpt.job.job import LOCAL_CLUSTER, Job
@@ -41,6 +42,7 @@ from xrunner.files.runnable import (
 from xrunner.files.spooled_requests import ModelTokeniser, Tokenised, errors_of, read_and_tokenise
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
+from xscheduler.ordering import in_chosen_order
 from xsimulator.memory import least_weight_bytes
 
 # What a command needs of the model: its shape; the lengths of the requests too, as far as files of
@@ -71,6 +73,11 @@ class OpenedJob:
     def is_local(self) -> bool:
         """Whether the job's cluster is this machine."""
         return self.job.cluster == LOCAL_CLUSTER
+
+
+def in_order_of(opened: OpenedJob, schedule: Schedule) -> OpenedJob:
+    """The job in the order of a schedule, which predictions of its run follow."""
+    return replace(opened, problem=in_chosen_order(opened.problem, schedule))
 
 
 def open_file(path: Path, overrides: Sequence[str] = (), tell: Teller | None = None,

@@ -9,7 +9,7 @@ from operator import gt
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened_job import OpenedJob
+from xgpt.app.opened_job import OpenedJob, in_order_of
 from xgpt.app.profile import timing_cost_s, timing_of
 from xgpt.app.teller import elapsed_told
 from xgpt.core.engines import OWN_ENGINE, VLLM
@@ -224,11 +224,12 @@ class JobPlanner:
                 tried[1] = self._tried(others[0], latency_bound_s)
         found = compare_layouts(tried, is_steady=is_steady)
         schedule, best = found.chosen(), found.best
+        opened = self._jobs[best.layout]
         if self._watch.has_cut:
-            self._jobs[best.layout].tell.say(
+            opened.tell.say(
                 f"note: the search ended after {format_seconds(self._watch.seconds)} "
                 "(search.max_seconds): more time may find a better schedule, within the gap shown")
-        return Plan(schedule=schedule, opened=self._jobs[best.layout], timing=best.timing,
+        return Plan(schedule=schedule, opened=in_order_of(opened, schedule), timing=best.timing,
                     horizon=self._options.horizon)
 
     def _on_best_size(self, latency_bound_s: float | None) -> Plan:
@@ -250,16 +251,16 @@ class JobPlanner:
         ), sorted(layouts)
         best = search.choose(self._objective, sizes)
         layout = layouts[best]
-        return Plan(schedule=search.schedule_of(best),
-                    opened=self._jobs[layout], timing=self._planner(layout).timing,
-                    horizon=self._options.horizon)
+        schedule = search.schedule_of(best)
+        return Plan(schedule=schedule, opened=in_order_of(self._jobs[layout], schedule),
+                    timing=self._planner(layout).timing, horizon=self._options.horizon)
 
     def of(self, plan: Plan | None) -> tuple[OpenedJob, Planner]:
         """The job on the layout of its `plan` (None: of fewest ranks), and that layout's planner.
         """
         layout = next(layout for layout, job in self._jobs.items()
-                      if plan is None or job is plan.opened)
-        return self._jobs[layout], self._planner(layout)
+                      if plan is None or job.job is plan.opened.job)
+        return self._jobs[layout] if plan is None else plan.opened, self._planner(layout)
 
     def _is_worth_timing(self, layout: Layout, first: PlannedLayout, *, is_steady: bool) -> bool:
         """Whether to plan on this layout, too: where it was measured already, the first layout has
@@ -361,7 +362,7 @@ def plan_from(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
                     f"shapes whose replicas each lie within a node of {each} devices, or on whole "
                     "nodes")
     refuse(_misfits(opened.problem, schedule.estimate, source))
-    opened = executable(opened, schedule)
+    opened = in_order_of(executable(opened, schedule), schedule)
     return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
 
 

@@ -27,7 +27,7 @@ from xgpt.report.words import controls_line, counted, placement
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import mistake
-from xscheduler.evaluator import job_lengths
+from xscheduler.evaluator import in_run_order, job_lengths
 from xscheduler.planner import PlanOptions
 from xscheduler.replays import Replays
 from xscheduler.replicas import problem_of_replica, replica_problems
@@ -141,8 +141,11 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
     """Simulates the estimate `given`; None: the schedule of the job's control variables, or its
     plan where it has none. Raises InputError for control variables that are incomplete, or sizes
     far beyond the profile's."""
-    problem = opened.problem
-    estimate = _estimate(opened, timing, given)
+    if given is None and _is_planned(opened.problem.fixed):
+        plan = plan_job(opened, timing, PlanOptions())
+        problem, estimate = plan.opened.problem, plan.schedule.estimate
+    else:
+        problem, estimate = opened.problem, _estimate(opened, timing, given)
     replay, steady, estimated_s = replayed(problem, timing, estimate, problem.num_queries)
     if not replay.is_timed:
         raise _too_large(opened, ["the replay has larger steps"])
@@ -152,14 +155,17 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
                          if problem.num_queries is None and not estimate.others else 1))
 
 
+def _is_planned(fixed: FixedSchedule) -> bool:
+    """Whether no control variable is given."""
+    return replace(fixed, policies=(), replicas=None) == FixedSchedule()
+
+
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
     if given is not None:  # each of its shapes by the times of this job
         first, *others = (_as_replayed(opened, timing, problem_of_replica(problem, shape), shape)
                           for shape in given.shapes)
         return first.beside(tuple(others))
-    if replace(fixed, policies=(), replicas=None) == FixedSchedule():
-        return plan_job(opened, timing, PlanOptions()).schedule.estimate
     name = able_policies(fixed)[0].name
     _, missing = fixed_point(name, fixed)
     if fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
@@ -209,6 +215,8 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
     count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
                                           most=MOST_QUERIES)
     queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
+    if num_queries is not None and (known is not None or problem.is_synthetic):
+        queries = queries.take(in_run_order(problem, estimate, known or queries))
     if estimate.others or num_queries is None:
         results, result = replay_steady(problem, timing, estimate, queries)
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from xgpt.app.compare_systems import compare_systems
-from xgpt.app.opened_job import open_file, open_job
+from xgpt.app.opened_job import in_order_of, open_file, open_job
 from xgpt.app.plan_analysis import analyze_plan
 from xgpt.app.remote_jobs import FORMATS
 from xgpt.app.remote_jobs import export as export_job
@@ -197,7 +197,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     pictures = [] if timeline_file is None else _picture_files(timeline_file)
     for path in pictures if timeline_file is None else [timeline_file, *pictures]:
         check_writable(path, "--timeline")
-    given = None if schedule_file is None else load_schedule(schedule_file).estimate
+    schedule = None if schedule_file is None else load_schedule(schedule_file)
+    given = None if schedule is None else schedule.estimate
     opened, timing = job_with_times(open_file(
         job_file, with_seconds(overrides, max_seconds), Terminal(is_verbose=is_verbose),
         "lengths" if systems else "shape"), given)
@@ -205,7 +206,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         compared = compare_systems(opened, timing, systems)
         print_json(compared.to_dict()) if as_json else show(str(compared))
         return
-    simulation = simulate_job(opened, timing, given)
+    simulation = simulate_job(opened if schedule is None else in_order_of(opened, schedule), timing,
+                              given)
     if pictures:
         simulation.draw(*pictures)
     if as_json:

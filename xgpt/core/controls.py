@@ -12,6 +12,10 @@ from xgpt.core.units import Amount, Count, Flag, Positive, Share, Unbounded
 AdmissionRule = Literal["greedy", "reserve-static", "reserve-dynamic", "future-peak", "reserve"]
 ForecastValue = Literal["least", "expected", "most"]
 FORECAST_VALUES: tuple[ForecastValue, ...] = get_args(ForecastValue)
+# In which order requests are run (xrunner.rules.order).
+Order = Literal["input", "random", "shortest-input", "longest-input", "shortest-output",
+                "longest-output", "deadline"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 ADMISSION_RULES: tuple[AdmissionRule, ...] = get_args(AdmissionRule)
 # Kinds of forecast; CAP takes each request's own limit.
 CAP, DISTRIBUTION, KNOWN, COLUMN, MEAN, CLASS = FORECAST_KINDS = (
@@ -226,13 +230,15 @@ class FixedSchedule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
     """Workload adjustment that the user asks for (paper section 5.2); None: the default.
-    `shuffle`: size of the window that requests are shuffled in, or whether to use the usual one.
+    `order`: in which order requests are run; "auto" leaves the choice to the planner. `window`:
+    number of consecutive requests that are ordered among themselves, 0 for the whole job.
     `routing`: one of ROUTINGS, how replicas share the requests. `admission`: its rule None leaves
     the choice to the planner. `batches`: how static batches are formed."""
 
     share: float | None = None  # by which an encode batch's tokens may leave their mean
     steers: bool | None = None  # whether encode batches steer the decode batch to its mean
-    shuffle: bool | int = False
+    order: Order | Literal["auto"] = "auto"
+    window: int | None = None
     routing: str = LEAST_TOKENS
     admission: Admission = Admission()
     batches: Batches | None = None

@@ -121,6 +121,14 @@ class QueryLengths:
     deadlines_s: FloatArray | None = None
 
     @property
+    def expected_outputs(self) -> IntArray:
+        """Output tokens that each request is expected to have, [requests]: by its forecast, else as
+        known beforehand, else the most."""
+        if self.forecasts is not None:
+            return self.forecasts[:, 1]
+        return self.most_outputs if self.outputs is None else self.outputs
+
+    @property
     def reserves(self) -> IntArray:
         """Tokens of KV cache that each request may need, [requests]."""
         total: IntArray = self.inputs + self.most_outputs

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from pydantic_core import core_schema
 
 from xgpt.core.constraint import Bound, Prospect
-from xgpt.core.controls import Controls, max_in_system
+from xgpt.core.controls import Controls, Order, max_in_system
 from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.policies import policies, policy
 from xgpt.core.units import Amount, Count, Flag, Gap, Positive, Unbounded
@@ -304,7 +304,10 @@ class Schedule:
     """The chosen configuration with its proof. `fingerprint`: that of its Problem; the runner
     refuses another one. `over_copies`: every number of replicas examined, the most first; empty if
     only one was. `prospects`: expected values of metrics other than latency that have limits.
-    `sizes`: numbers of devices tried, the fewest first."""
+    `sizes`: numbers of devices tried, the fewest first.
+
+    `order`: in which order requests are run, within windows of `window` requests (0: the whole
+    job). `order_gain`: share of the makespan that it saves, where the planner chose it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     estimate: Estimate
@@ -317,6 +320,9 @@ class Schedule:
     over_copies: tuple[CopiesTried, ...] = ()
     prospects: tuple[Prospect, ...] = ()
     sizes: tuple[SizeTried, ...] = ()
+    order: Order = "input"
+    window: Count = 0
+    order_gain: Amount = 0.0
 
     @property
     def controls(self) -> Controls:

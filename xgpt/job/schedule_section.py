@@ -17,6 +17,7 @@ from xgpt.core.controls import (
     FORECAST_VALUES,
     FORECASTS_GROUP,
     LEAST_TOKENS,
+    ORDERS,
     ROUTINGS,
     Adjustment,
     Admission,
@@ -59,8 +60,9 @@ from xgpt.job.typed import (
 MOST, MOST_PARTS = 1_000_000, 4096  # chosen
 AUTO = "auto"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
-_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "admission", "forecast",
-                  "batches", "system"}
+_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "order", "window", "admission",
+                  "forecast", "batches", "system"}
+WHOLE_JOB = "job"
 _RULES = (AUTO, *ADMISSION_RULES)
 
 
@@ -117,10 +119,16 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
             parse_share, lambda x: 0 <= x < 1,
             "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for none")], None),
         ("routing", Annotated[str, choice(ROUTINGS)], LEAST_TOKENS),
-        ("shuffle", Annotated[bool | int, that(
+        ("order", Annotated[str, choice((AUTO, *ORDERS))], AUTO),
+        ("window", Annotated[int | None, that(
+            lambda value: value == WHOLE_JOB or (
+                is_one_of(parse_count(value), int) and 1 <= parse_count(value) <= MOST),
+            f"{WHOLE_JOB}, or the requests of a window, 1 to {MOST}",
+            lambda value: 0 if value == WHOLE_JOB else parse_count(value))], None),
+        ("shuffle", Annotated[bool | int | None, that(
             lambda value: isinstance(value, bool) or (
                 isinstance(value, int) and 2 <= value <= MOST),
-            f"true, false, or the requests of a window, 2 to {MOST}")], False),
+            f"true, false, or the requests of a window, 2 to {MOST}")], None),
         ("admission", Annotated[Any, OrMapping(
             _Admission, choice(_RULES), f"{', '.join(_RULES)}, or a mapping")], AUTO),
         ("forecast", Annotated[Any, OrMapping(
@@ -173,8 +181,8 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
         reading.reject("schedule.steer", "needs an adjustment above 0")
     admission = _admission_of(own, reading)
     return _with_evicting(reading, schedule, rows, admission), Adjustment(
-        share=own.adjustment, steers=own.steer, shuffle=own.shuffle, routing=own.routing,
-        admission=admission, batches=batches)
+        share=own.adjustment, steers=own.steer, routing=own.routing, admission=admission,
+        batches=batches, **_order_of(reading, own))
 
 
 def _admission_of(own: Any, reading: Reading) -> Admission:
@@ -214,6 +222,21 @@ def _with_evicting(reading: Reading, schedule: FixedSchedule, rows: Sequence[Pol
                        f"with {', '.join(fixed)}: no request can be evicted there")
     return replace(schedule, policies=tuple(
         row.name for row in rows if row.name not in fixed)) if fixed else schedule
+
+
+def _order_of(reading: Reading, own: Any) -> dict[str, Any]:
+    """The order of requests and its window; `shuffle` is another name of `order: random`."""
+    order, window = own.order, own.window
+    if own.shuffle is not None:
+        order = "random" if own.shuffle else "input"
+        window = None if isinstance(own.shuffle, bool) else own.shuffle
+        for key in ("order", "window"):
+            if reading.has(f"schedule.{key}"):
+                reading.reject(f"schedule.{key}", "not beside `shuffle`, which says the same: "
+                               f"shuffle {own.shuffle} is `order: {order}`")
+    elif order == "input" and window is not None:
+        reading.reject("schedule.window", "only with an order other than `input`")
+    return {"order": order, "window": window}
 
 
 def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:

@@ -14,7 +14,14 @@ from xgpt.core.schedule import Schedule, SizeTried, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import percent, plain
 from xgpt.report.table import alternative_cells, fact, paragraph, table
-from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
+from xgpt.report.words import (
+    PROSPECTS,
+    controls_line,
+    counted,
+    order_words,
+    placement,
+    prospect_words,
+)
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.admission_choice import room_words
@@ -92,6 +99,8 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     yield "schedule", controls_line(schedule.estimate)
     if room := room_words(schedule.estimate, problem):
         yield "KV cache", room
+    if schedule.order != "input":
+        yield "order", order_words(schedule)
     yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes)))
     yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
                      f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")

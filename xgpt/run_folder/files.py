@@ -34,6 +34,7 @@ from xrunner.files.expired import num_expired
 from xrunner.files.forecasts import FORECASTS_FILE
 from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.order_file import ORDER_FILE
 from xrunner.files.result_line import spool_of
 from xrunner.files.results import HELD_FILE, answered, count_errors
 from xrunner.files.sink import STARTING, UNDERWAY_FILE, read_progress, write_progress
@@ -54,8 +55,8 @@ _LOG_LINES, _LOG_BYTES = 12, 20_000  # chosen: shown, and read
 # the number of their job.
 OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
             "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
-            AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE,
-            MESSAGES_FILE, FORECASTS_FILE, START_FILE,
+            ORDER_FILE, AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE,
+            EXPECTED_FILE, MESSAGES_FILE, FORECASTS_FILE, START_FILE,
             "report.html", *(f"results.{table}" for table in TABLES))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -44,7 +45,7 @@ NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `toke
 _FILE_BITS = 40  # no file has more lines
 _SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # difference between the seeds of a request's samples
 
-_MAY_LACK = ("forced_tokens", "forecast_tokens")  # options that forecasts may need
+_MAY_LACK = ("forced_tokens", "forecast_tokens", "deadline_s")  # that an option may need
 _ASKED = tuple(one.name for one in fields(Asked))
 
 
@@ -243,7 +244,7 @@ class _RequestColumns:
         if self._forecast is not None and tokens is not None:
             self._forecasts.extend(self._forecast(request, len(tokens)))
         for key in _MAY_LACK:
-            if getattr(request, key) is None:
+            if getattr(request, key) in (None, math.inf):
                 count, file, line = self._lacking.get(key, (0, request.file, request.line))
                 self._lacking[key] = count + 1, file, line
         if self._spool is not None and tokens is not None:

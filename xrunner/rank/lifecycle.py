@@ -22,13 +22,13 @@ from xgpt.requests.spool import Spool
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import RankReport
+from xrunner.files.order_file import saved_order
 from xrunner.files.results import Answered, answered, count_results
 from xrunner.files.sink import STARTING, RunSink, Tally, write_progress
 from xrunner.files.spooled_requests import SpooledQueries
 from xrunner.plan import PRIVATE_UMASK, RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rank.world import World
-from xrunner.rules.batch_sizer import in_run_order
 
 
 def run_rank(plan: RunPlan, join: Callable[[], World],
@@ -103,9 +103,11 @@ def open_requests(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered
 
 
 def run_order(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]:
-    """Yields indices of the requests that are left, in the order in which they are run."""
-    return in_run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
-                        without=before.held | set(plan.aside))
+    """Yields indices of the requests that are left, in the order that the run began with. Raises
+    XgptError for a damaged order."""
+    without = before.held | set(plan.aside)
+    return (query for query in saved_order(plan.output, num_queries)
+            if query >= before.written and query not in without)
 
 
 def refuse_changed_model(plan: RunPlan) -> None:

@@ -1,11 +1,7 @@
-"""Batch sizes: encode batches (paper section 5.2), captured decode steps, shuffle windows. Sorted
-or grouped inputs make neighbouring batches unequal. Results are written in the input's order, so
-requests are shuffled within windows only, not over the whole job."""
+"""Batch sizes: encode batches (paper section 5.2) and captured decode steps."""
 
-import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from xgpt.core.controls import Adjustment, EvenBatches
 
@@ -106,30 +102,3 @@ def bucket_of(queries: int) -> int | None:
         return 1 << (queries - 1).bit_length()
     step = _FINE if queries <= _FINE_UNTIL else _COARSE
     return -(-queries // step) * step
-
-
-WINDOW_BATCHES = 16  # chosen: encode batches in a window of default size
-LEAST_WINDOW = 64  # chosen
-
-
-def window_of(asked: bool | int, encode_batch: int) -> int:
-    """Number of requests in a shuffle window: the number asked for, the default (True), or 1
-    (False)."""
-    if isinstance(asked, bool):
-        return max(WINDOW_BATCHES * encode_batch, LEAST_WINDOW) if asked else 1
-    return max(asked, 1)
-
-
-def in_run_order(count: int, window: int, seed: int, *, first: int = 0,
-                 without: Collection[int] = frozenset()) -> Iterator[int]:
-    """Yields indices of the unanswered requests in the order in which they are run. Starts at
-    `first`, leaves out `without`, and shuffles within windows. One window is in memory at a
-    time."""
-    places = (place for place in range(first, count) if place not in without)
-    source = random.Random(seed)
-    if window <= 1:
-        yield from places
-        return
-    while part := list(islice(places, window)):
-        source.shuffle(part)
-        yield from part

@@ -110,11 +110,13 @@ def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = N
 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
-                known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
+                known: QueryLengths | None = None, order: IntArray | None = None,
+                replays: int = 5) -> Iterator[ReplayResult]:
     """Yields the results of replays of a job of `num_queries` requests.
 
-    known: lengths of its requests in the order of the run; unknown ones are sampled. With known
-    outputs there is one replay. Raises XgptError for a request that never fits into the cache."""
+    known: lengths of its requests; unknown ones are sampled. order: indices of the requests in the
+    order of the run (None: as they are); the same are sampled for each. With known outputs there is
+    one replay. Raises XgptError for a request that never fits into the cache."""
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
     problem = replayer.problem
     is_sampled = known is None or known.outputs is None
@@ -125,18 +127,27 @@ def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generato
         else:
             inputs, outputs = sample_job(problem.lengths, num_queries, rng,
                                          None if known is None else known.inputs)
-        found = QueryLengths(inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most))
-        yield replayer.run(found if known is None else replace(known, outputs=found.outputs))
+        queries = QueryLengths(inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most))
+        if known is not None:
+            queries = replace(known, outputs=queries.outputs)
+        yield replayer.run(queries if order is None else queries.take(order))
+
+
+def makespan_s(result: ReplayResult, num_queries: int) -> float:
+    """Makespan of a job of `num_queries` requests, some or all of which were replayed."""
+    replayed, wall_s = len(result.times.arrival_s), result.makespan_s
+    if num_queries > replayed:
+        with np.errstate(invalid="ignore"):  # infinite: unknown times
+            first_s, last_s = np.quantile(result.times.last_token_s, _MIDDLE)
+        wall_s += (num_queries - replayed) * (last_s - first_s) / (
+            replayed * (_MIDDLE[1] - _MIDDLE[0]))
+    return wall_s
 
 
 def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, float]:
     """{name: figure} of a JobPrediction for one replay."""
-    times, wall_s, replayed = result.times, result.makespan_s, len(result.times.arrival_s)
-    count = replayed if num_queries is None else num_queries
-    if count > replayed:
-        with np.errstate(invalid="ignore"):  # infinite: unknown times
-            first_s, last_s = np.quantile(times.last_token_s, _MIDDLE)
-        wall_s += (count - replayed) * (last_s - first_s) / (replayed * (_MIDDLE[1] - _MIDDLE[0]))
+    times, count = result.times, num_queries or len(result.times.arrival_s)
+    wall_s = makespan_s(result, count)
     figures = {"throughput_qps": count / wall_s, "wall_s": wall_s,
                "output_tokens_per_s": result.output_tokens.mean() * count / wall_s}
     for name, values in (

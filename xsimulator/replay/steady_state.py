@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.constraint import Constraint, Metric
-from xgpt.core.lengths import FloatArray, IntArray, Lengths
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray, Lengths
 from xgpt.core.problem import QueryTimes
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
@@ -84,22 +84,29 @@ def steady_from_times(times: QueryTimes, output_tokens: IntArray,
         counts = undrained
     if not counts.any() or not within.any():
         return None  # static batches so large that none begins inside the window
-    latency_s = query_latency_s[counts]
+    latency_s, ttft_s, tpot_s = limited_s(times, output_tokens, constraint, outputs, counts)
+    return SteadyFigures(
+        throughput_qps=counted / (end_s - begin_s), latency_s=latency_s, ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
+        # rounding may put the sum above the window
+        utilisation=np.minimum(busy_s(begin_s, end_s) / (end_s - begin_s), 1.0))
+
+
+def limited_s(times: QueryTimes, output_tokens: IntArray, constraint: Constraint, outputs: Lengths,
+              counts: BoolArray | slice = slice(None)) -> tuple[float, float, float]:
+    """Latency, TTFT (from the start of the prefill) and TPOT of the requests `counts`, in seconds,
+    each at the kind and quantile of its limit."""
+    latency_s, first_s = times.latency_s[counts], times.first_token_s[counts]
     if constraint.kind == "sequence":
         bound_s = _latency_of_length(output_tokens[counts], latency_s,
                                      outputs.quantile(constraint.quantile))
     else:
         bound_s = quantile(latency_s, constraint.quantile)
-    first_s, last_s = times.first_token_s[counts], times.last_token_s[counts]
     after = output_tokens[counts] - 1
-    return SteadyFigures(
-        throughput_qps=counted / (end_s - begin_s), latency_s=bound_s,
-        ttft_s=_metric_quantile(first_s - start_s[counts], constraint, "ttft"),
-        tpot_s=_metric_quantile(((last_s - first_s) / np.maximum(after, 1))[after > 0], constraint,
-                         "tpot"),
-        in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
-        # rounding may put the sum above the window
-        utilisation=np.minimum(busy_s(begin_s, end_s) / (end_s - begin_s), 1.0))
+    tpot_s = ((times.last_token_s[counts] - first_s) / np.maximum(after, 1))[after > 0]
+    return (bound_s, _metric_quantile(first_s - times.start_s[counts], constraint, "ttft"),
+            _metric_quantile(tpot_s, constraint, "tpot"))
 
 
 def combine_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_slurm
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from job_folder import xgpt
@@ -22,12 +23,13 @@ from xgpt.app.running.run import locked_output
 from xgpt.app.teller import progress_line, time_left_s
 from xgpt.cli.main import cli
 from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.core.problem import QueryLengths
 from xgpt.run_folder.files import SlurmRecord
 from xgpt.run_folder.state import run_status
 from xrunner.files.lock import StopRequest, is_locked, output_lock
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink, write_progress
-from xrunner.rules.batch_sizer import in_run_order
+from xrunner.rules.order import run_order
 
 SCREENS = Path(__file__).with_name("screens.txt")
 
@@ -194,14 +196,13 @@ def test_the_time_left_is_that_of_this_run_and_none_of_what_should_be_over(tmp_p
 
 
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 from xrunner.files.lock import output_lock
 from xrunner.files.sink import RunSink
 from xrunner.files.results import answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.batch_sizer import in_run_order
 
 out, kill_after = Path(sys.argv[1]), int(sys.argv[2])
 with output_lock(out):
@@ -210,8 +211,9 @@ with output_lock(out):
     plan = SimpleNamespace(output=out, model_name="toy", model_dir=None, sync_s=5.0,
                            aside=())
     sink = RunSink(plan, num_queries=400, before=before)
-    for count, index in enumerate(in_run_order(400, 64, 3, first=before.written,
-                                               without=before.held)):
+    left = [one for one in json.loads(sys.argv[3])
+            if one >= before.written and one not in before.held]
+    for count, index in enumerate(left):
         if count == kill_after:
             sink.progress(1e9, 0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -224,13 +226,16 @@ with output_lock(out):
 
 def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job, out):
     pytest.importorskip("torch", reason="runs need the extra `run`")
+    ones = np.ones(400, np.int64)
+    order = run_order("random", 64, QueryLengths(inputs=ones, most_outputs=ones), 3).tolist()
+
     def run(kill_after: int) -> int:
-        return subprocess.run([sys.executable, "-c", KILLED, str(out), str(kill_after)],
-                              check=False).returncode
+        return subprocess.run([sys.executable, "-c", KILLED, str(out), str(kill_after),
+                               json.dumps(order)], check=False).returncode
 
     assert run(130) == -9
     found = state(job)
-    answered = list(in_run_order(400, 64, 3))[:130]
+    answered = order[:130]
     whole = next(i for i in range(400) if i not in answered)
     assert whole < 130, "some were held back"
     assert (found["state"], found["done"], found["num_results"], found["num_held"]) == (

@@ -139,10 +139,14 @@ def fixed(job):
     ("schedule=auto", fixed, Adjustment()),
     ("schedule={policy: waa-c, steer: true}", fixed, Adjustment(steers=True)),
     ("schedule={adjustment: 15%, steer: false, shuffle: true}", fixed,
-     Adjustment(share=0.15, steers=False, shuffle=True)),
-    ("schedule={adjustment: 0, shuffle: 500}", fixed, Adjustment(share=0.0, shuffle=500)),
+     Adjustment(share=0.15, steers=False, order="random")),
+    ("schedule={adjustment: 0, shuffle: 500}", fixed,
+     Adjustment(share=0.0, order="random", window=500)),
+    ("schedule={order: longest-output, window: job}", fixed,
+     Adjustment(order="longest-output", window=0)),
+    ("schedule={order: auto, window: 2k}", fixed, Adjustment(window=2000)),
     ("schedule={replicas: 2, routing: round-robin}", fixed, Adjustment(routing="round-robin")),
-    ("schedule={policy: ft, shuffle: false}", fixed, Adjustment())])
+    ("schedule={policy: ft, shuffle: false}", fixed, Adjustment(order="input"))])
 def test_what_a_key_becomes(folder, override, get, value):
     assert get(load(folder, MINIMAL, override)) == value
 

@@ -1,7 +1,5 @@
-"""Queries taken up at random within windows, shared out among replicas, given out a few at a time,
-and taken over."""
+"""Queries shared out among replicas, given out a few at a time, and taken over."""
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +13,6 @@ from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xrunner.engine.head import FromSpool
 from xrunner.engine.pool_requests import PoolRequests
 from xrunner.query import PreparedQuery
-from xrunner.rules import batch_sizer as order
-from xrunner.rules.batch_sizer import LEAST_WINDOW, in_run_order
 from xrunner.rules.routing import (
     LEAST_WAITING,
     Load,
@@ -175,31 +171,6 @@ def test_every_query_is_begun_once_however_answers_cross(count, replicas, window
     assert sorted(begun) == list(range(count))
 
 
-@given(count=st.integers(0, 200), window=st.integers(1, 250), seed=st.integers(0, 2**63 - 1),
-       share=st.floats(0, 1))
-def test_every_query_is_taken_once_within_its_window(count, window, seed, share):
-    first = int(share * count)
-    order = list(in_run_order(count, window, seed, first=first))
-    assert sorted(order) == list(range(first, count))
-    assert order == list(in_run_order(count, window, seed, first=first))
-    assert all((place - first) // window == at // window for at, place in enumerate(order))
-    held = set(random.Random(seed).sample(order, len(order) // 3))
-    assert sorted(in_run_order(count, window, seed, first=first, without=held)) == sorted(
-        set(order) - held)
-
-
-def test_a_window_is_shuffled_and_the_seed_decides_how():
-    orders = {tuple(in_run_order(100, 50, seed)) for seed in range(5)}
-    assert len(orders) == 5 and tuple(range(100)) not in orders
-    assert list(in_run_order(5, 1, 3)) == [0, 1, 2, 3, 4]
-
-
-def test_the_usual_window_is_of_some_batches():
-    assert order.window_of(False, 20) == 1
-    assert order.window_of(True, 20) == 320 and order.window_of(True, 1) == LEAST_WINDOW
-    assert order.window_of(7, 20) == 7
-
-
 class Counted:
     """Queries that count how often each is read."""
 
@@ -221,9 +192,8 @@ def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
         return True
 
     head: Any = SimpleNamespace(requests=requests, submit=submit)
-    order = list(in_run_order(count, 100, 3))
-    supply = FromSpool(queries, in_run_order(count, 100, 3), count,
-                       least=10, begin=told.extend)
+    order = np.random.default_rng(3).permutation(count).tolist()
+    supply = FromSpool(queries, iter(order), count, least=10, begin=told.extend)
     taken, most = [], 0
     while True:
         supply.look(head)

@@ -112,7 +112,9 @@ def _for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
         return None
     came = np.maximum(output.queries.counts("output_tokens"), 1)
     found = replace(problem, observes=False, queries=replace(
-        known, outputs=np.minimum(came, known.most_outputs)))
+        known, outputs=np.minimum(came, known.most_outputs),
+        forecasts=known.forecasts if known.forecasts is not None else (  # which the order is by
+            np.tile(known.expected_outputs[:, None], 3))))
     try:
         return predict(found, timing, schedule.estimate, replays=1)
     except XgptError:  # times that the profile refuses
@@ -235,10 +237,9 @@ def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output
         return None
     try:
         recordings = load_recordings(output, estimate.deployment)
-        count = sum(len(recording.queries) for recording in recordings)
-        order = in_run_order(problem, estimate, count)
-        most = np.empty(count, np.int64)  # by position in the job
-        most[order] = _most_outputs(problem, schedule, count)
+        known = _answered_lengths(problem, schedule, sum(
+            len(recording.queries) for recording in recordings))
+        order, most = in_run_order(problem, estimate, known), known.most_outputs
         replayer = Replayer(problem, timing, estimate.one_copy)
         parts = [_part(replayer, recording, order if len(recordings) == 1 else None, most)
                  for recording in recordings if len(recording.queries)]
@@ -261,11 +262,11 @@ class _Part(NamedTuple):
     steps: int
 
 
-def _part(replayer: Replayer, recording: Recording, order: Sequence[int] | None,
+def _part(replayer: Replayer, recording: Recording, order: IntArray | None,
           most: IntArray) -> _Part:
     """Replays one replica's recording. `order`: of its queries, where the recording has another
     than the run. `most`: output tokens that each of the job's queries reserved."""
-    rows = np.arange(len(recording.queries)) if order is None else np.array(order)
+    rows = np.arange(len(recording.queries)) if order is None else order
     queries = QueryLengths(inputs=recording.inputs[rows], outputs=recording.outputs[rows],
                            most_outputs=most[recording.queries[rows]])
     own, clocks = replayer.run(queries), recording.clocks()
@@ -274,12 +275,13 @@ def _part(replayer: Replayer, recording: Recording, order: Sequence[int] | None,
                  sum(clock.num_steps for clock in clocks))
 
 
-def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> IntArray:
-    """[queries] output tokens that each query reserved, which decide when it was admitted."""
+def _answered_lengths(problem: Problem, schedule: Schedule, num_queries: int) -> QueryLengths:
+    """Lengths as planned of the `num_queries` requests that a run answered. Raises XgptError where
+    others can run."""
     known = job_lengths(problem, schedule.estimate)
     if known is None or len(known.inputs) != num_queries:
         raise XgptError(f"the run answered {num_queries} requests, others can run")
-    return known.most_outputs
+    return known
 
 
 def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,

@@ -34,6 +34,7 @@ from xrunner.files.forecasts import keep_forecasts
 from xrunner.files.generation import refuse_unsupported_rules
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, is_locked
+from xrunner.files.order_file import save_order
 from xrunner.files.results import HELD_FILE, answered
 from xrunner.files.spooled_requests import make_synthetic, save_runnable
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
@@ -45,7 +46,8 @@ from xrunner.plan import (
     saved_model,
     with_earlier_limits,
 )
-from xrunner.rules.batch_sizer import window_of
+from xrunner.rules.forecast import with_forecasts
+from xrunner.rules.order import run_order
 from xrunner.rules.steps import kv_budget, rules_for
 
 _RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
@@ -228,8 +230,6 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=run.engine,
         started_at=opened.started.timestamp(),
         deadline_s=opened.problem.constraint.limit_s("deadline"),
-        shuffle_window=1 if estimate is None else window_of(
-            job.adjustment.shuffle, estimate.figures.encode_batch),
         routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
@@ -294,9 +294,9 @@ def with_begun_weight_dtype(opened: OpenedJob) -> OpenedJob:
 def keep_earlier_results(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None,
               spool: SpoolWriter | None = None) -> bool:
     """Prepares `output` to continue a stopped run of this job, or renames the results of any other.
-    Returns whether it is continued.
-    `table`: the job's table of results, if any. `spool`: its requests. Raises InputError for a
-    stopped run whose model, prompts or sampling have changed since."""
+    Returns whether it is continued. `table`: the job's table of results, if any. `spool`: its
+    requests. Raises InputError for a stopped run whose model, prompts or sampling have changed
+    since."""
     results, state = output / RESULTS_FILE, state_left(output)
     if state is State.STOPPED:
         _refuse_another_job(output, plan)
@@ -322,15 +322,21 @@ def keep_earlier_results(output: Path, plan: RunPlan, tell: Teller, table: Path 
     return False
 
 
-def save_requests(opened: OpenedJob, plan: RunPlan, requests: Requests, spool: SpoolWriter, *,
-                  is_continued: bool) -> None:
-    """Saves the requests that can run, and the forecasts of a run that is not continued."""
+def save_requests(opened: OpenedJob, plan: RunPlan, schedule: Schedule, requests: Requests,
+                  spool: SpoolWriter, *, is_continued: bool) -> None:
+    """Saves the requests that can run, and the forecasts and order of a run that is not
+    continued."""
     problem, tell = opened.problem, opened.tell
     rows = save_runnable(requests, spool, plan, problem.model)
     queries = query_lengths(requests, problem.default_max_tokens, problem.model)
     assert queries is not None, "a run tokenises its requests"
     if note := keep_forecasts(plan.output, problem, queries, rows, is_continued=is_continued):
         tell.say(paragraph(note))
+    if not is_continued:
+        own = with_forecasts(problem.queries or queries, problem,
+                             problem.adjustment.admission.forecast)
+        save_order(plan.output, run_order(schedule.order, schedule.window, own.take(rows),
+                                          problem.seed))
 
 
 def _refuse_another_job(output: Path, plan: RunPlan) -> None:

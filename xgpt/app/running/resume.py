@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened_job import OpenedJob
+from xgpt.app.opened_job import OpenedJob, in_order_of
 from xgpt.app.profile import timing_of
 from xgpt.app.running.finished import refuse_no_answer
 from xgpt.app.running.metrics import write_metrics
@@ -156,7 +156,8 @@ def _schedule_of(opened: OpenedJob) -> tuple[OpenedJob, Schedule] | None:
         own = with_ranks(opened, schedule.estimate.num_devices)
     except InputError:
         return None
-    return (own, schedule) if schedule.fingerprint == own.problem.fingerprint else None
+    return (in_order_of(own, schedule), schedule) if (
+        schedule.fingerprint == own.problem.fingerprint) else None
 
 
 def _times(opened: OpenedJob) -> TimingSource | None:

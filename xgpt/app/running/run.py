@@ -159,7 +159,8 @@ class Run:
         is_continued = keep_earlier_results(self.output, plan, self.tell, opened.job.results,
                                             self._spool)
         expired = keep_start(opened)
-        save_requests(opened, plan, self._requests, self._spool, is_continued=is_continued)
+        save_requests(opened, plan, schedule, self._requests, self._spool,
+                      is_continued=is_continued)
         if not num_queries(self.output):  # the schedule holds none of them
             refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
         self.plan = plan = with_expiry(opened, plan, expired)
