@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -133,6 +133,12 @@ class QueryLengths:
         """Tokens of KV cache that each request may need, [requests]."""
         total: IntArray = self.inputs + self.most_outputs
         return total
+
+    def that_became(self, outputs: IntArray) -> QueryLengths:
+        """The lengths of a run with these outputs, which goes by what was expected of them."""
+        forecasts = self.forecasts if self.forecasts is not None else (
+            np.tile(self.expected_outputs[:, None], 3))
+        return replace(self, outputs=outputs, forecasts=forecasts)
 
     def take(self, rows: IntArray) -> QueryLengths:
         """The lengths of the requests `rows`, in this order."""

@@ -4,6 +4,7 @@ caller that has done so passes `model` and `requests`.
 
 `open_layouts`: the divisions of this machine's cores that a job allows."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime

@@ -111,10 +111,8 @@ def _for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
     if not problem.observes or known is None or len(output.queries) != len(known.inputs):
         return None
     came = np.maximum(output.queries.counts("output_tokens"), 1)
-    found = replace(problem, observes=False, queries=replace(
-        known, outputs=np.minimum(came, known.most_outputs),
-        forecasts=known.forecasts if known.forecasts is not None else (  # which the order is by
-            np.tile(known.expected_outputs[:, None], 3))))
+    found = replace(problem, observes=False, queries=known.that_became(
+        np.minimum(came, known.most_outputs)))
     try:
         return predict(found, timing, schedule.estimate, replays=1)
     except XgptError:  # times that the profile refuses
