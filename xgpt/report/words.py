@@ -299,7 +299,7 @@ def _batches(estimate: Estimate) -> Iterator[str]:
         return
     weights = [f"{weight:g} x {name}" for name, weight in (
         ("deadline", own.deadline), ("length", own.length)) if weight]
-    yield f"at most {own.most} by {' + '.join(weights) or 'input order'}"
+    yield f"in batches by {' + '.join(weights) or 'input order'}"
     if own.threshold is not None and math.isfinite(own.threshold):
         yield f"cost up to {own.threshold:g}"
     if own.pack is not None:
