@@ -79,20 +79,27 @@ def test_submit_runs_what_the_job_names(tmp_path, profiled, policy, family, rank
     assert (out / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("forecast", ["cap", "{kind: mean, bins: 2}"])
-def test_batches_by_length_answer_as_those_in_the_inputs_order(tmp_path, profiled, forecast):
+@pytest.mark.parametrize(("forecast", "weights"), [
+    ("cap", "length: 1"), ("{kind: mean, bins: 2}", "length: 1"),
+    ("cap", "deadline: 1, length: 0")])
+def test_formed_batches_answer_as_those_in_the_inputs_order(tmp_path, profiled, forecast, weights):
     """The reference's tokens are those of `ft` in the input's order, as above."""
     directory, out = tmp_path / "model", tmp_path / "out"
     reference, queries = toys.make_model("llama", directory), toys.random_queries(24, seed=9)
-    job = write_job(tmp_path, directory, as_requests(queries), ranks=2, schedule=(
-        f"policy: ft, replicas: 1, tp_degree: 1, batches: {{most: 6}}, forecast: {forecast}"))
+    requests = [{**request, "deadline_s": 2000 - place}
+                for place, request in enumerate(as_requests(queries))]
+    job = write_job(tmp_path, directory, requests, ranks=2, schedule=(
+        f"policy: ft, replicas: 1, tp_degree: 1, batches: {{most: 6, {weights}}}, "
+        f"forecast: {forecast}"))
     call("submit", job, env=profiled("llama", 2))
     results, metrics = answered(out, queries, reference), json_of(out / "metrics.json")
     assert (metrics["queries"], metrics["errors"], metrics["status"]) == (24, 0, "done")
     if forecast == "cap":
-        begun = sorted((row["encode_start_s"], query.max_new_tokens)
-                       for row, query in zip(results, queries, strict=True))
-        assert [cap for _, cap in begun] == sorted(query.max_new_tokens for query in queries)
+        keys = [request["max_tokens" if weights == "length: 1" else "deadline_s"]
+                for request in requests]
+        begun = sorted((row["encode_start_s"], key)
+                       for row, key in zip(results, keys, strict=True))
+        assert [key for _, key in begun] == sorted(keys)
 
 
 def test_a_model_that_lacks_a_layer_is_refused_before_anything_is_measured(tmp_path, cache):

@@ -29,6 +29,7 @@ from xgpt.core.controls import StaticControls
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
+from xgpt.requests.spool import Spool
 from xrunner.backends.executor import DecoderOnly
 from xrunner.checkpoint.source import cache_dir, read_spec
 from xrunner.comm.exchange import broadcast
@@ -46,7 +47,7 @@ from xrunner.query import Sampling
 from xrunner.rank.lifecycle import Stopwatch, open_requests, run_head, run_order, run_rank
 from xrunner.rank.world import World, connect
 from xrunner.rules.static import static_rule
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, set_deadlines
 
 _ALL_REDUCE = "deepspeed_shm_comm"  # the extension that DeepSpeed compiles at first use
 
@@ -73,6 +74,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
                 neighbours=Neighbours(world.comm, routes(schedule.deployment.pools)[0]),
                 vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
                                       decode_text=TextTokenizer(plan.model_dir).decode))
+    set_deadlines(head.rule, Spool(plan.output).deadlines_s)
     head.requests.on_begin = sink.underway.begin
     for place in run_order(len(queries), plan, before):
         query = queries[place]

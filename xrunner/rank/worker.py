@@ -49,7 +49,7 @@ from xrunner.rank.world import Replica, World, connect, replicas_of
 from xrunner.rules.changes import Changeable
 from xrunner.rules.routing import Router, expected_tokens, window_of
 from xrunner.rules.rra import RraRule
-from xrunner.rules.steps import BatchingRule, rules_for, set_forecaster
+from xrunner.rules.steps import BatchingRule, rules_for, set_deadlines, set_forecaster
 
 
 def main(arguments: list[str]) -> int:
@@ -121,6 +121,7 @@ def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink
     rule, replica, executor = _rule_of(loaded.pool, loaded.replica), loaded.replica, loaded.executor
     if (kept := load_forecasts(plan.output)) is not None:
         set_forecaster(rule, kept.forecaster(plan.output / "results.jsonl"))
+    set_deadlines(rule, Spool(plan.output).deadlines_s)
     start = start_token(plan.model_dir) if executor.model.spec.is_encoder_decoder else None
     head = Head(rule=rule, executor=executor, sink=sink, clock=clock, link=link,
                 neighbours=Neighbours(world.comm, loaded.route), vocabulary=Vocabulary(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from xgpt.core.lengths import FloatArray
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
 from xrunner.rules.forecast import Forecaster
@@ -93,11 +94,11 @@ def set_forecaster(rule: "BatchingRule", forecaster: Forecaster) -> None:
         owner.forecaster = forecaster
 
 
-def set_deadlines(rule: "BatchingRule", deadlines_s: Sequence[float] | None) -> None:
-    """Lets the rule form batches by deadlines, if it forms any. `deadlines_s`: seconds from the
-    job's start, by request; None: there are none."""
-    if (former := getattr(rule, "former", None)) is not None:
-        former.deadlines_s = deadlines_s
+def set_deadlines(rule: "BatchingRule", deadlines_s: FloatArray | None) -> None:
+    """Lets the rule form batches by deadlines, if it forms any. `deadlines_s`: [requests] seconds
+    from the job's start; None: there are none."""
+    if (former := getattr(rule, "former", None)) is not None and deadlines_s is not None:
+        former.deadlines_s = deadlines_s.tolist()
 
 
 class BatchingRule(Protocol):

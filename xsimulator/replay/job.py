@@ -71,11 +71,10 @@ class Replayer:
 
     def rules(self, queries: QueryLengths) -> tuple[BatchingRule, ...]:
         """New rules, one for each pool, which forecast as the job asks, for these requests."""
-        rules, deadlines_s = rules_for(self.estimate), queries.deadlines_s
+        rules = rules_for(self.estimate)
         for rule in rules:
-            set_deadlines(rule, None if deadlines_s is None else deadlines_s.tolist())
-        if self._forecaster is not None:
-            for rule in rules:
+            set_deadlines(rule, queries.deadlines_s)
+            if self._forecaster is not None:
                 set_forecaster(rule, self._forecaster)
         return rules
 
