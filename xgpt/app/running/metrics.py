@@ -237,9 +237,9 @@ def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output
         recordings = load_recordings(output, estimate.deployment)
         known = _answered_lengths(problem, schedule, sum(
             len(recording.queries) for recording in recordings))
-        order, most = in_run_order(problem, estimate, known), known.most_outputs
+        order = in_run_order(problem, estimate, known)
         replayer = Replayer(problem, timing, estimate.one_copy)
-        parts = [_part(replayer, recording, order if len(recordings) == 1 else None, most)
+        parts = [_part(replayer, recording, order if len(recordings) == 1 else None, known)
                  for recording in recordings if len(recording.queries)]
     except (XgptError, OSError, ValueError, LookupError, TypeError, AttributeError,
             AssertionError):  # an explanation must not end a run, whatever its record holds
@@ -261,12 +261,12 @@ class _Part(NamedTuple):
 
 
 def _part(replayer: Replayer, recording: Recording, order: IntArray | None,
-          most: IntArray) -> _Part:
+          known: QueryLengths) -> _Part:
     """Replays one replica's recording. `order`: of its queries, where the recording has another
-    than the run. `most`: output tokens that each of the job's queries reserved."""
+    than the run. `known`: caps and forecasts of the job's queries, by which it admitted them."""
     rows = np.arange(len(recording.queries)) if order is None else order
-    queries = QueryLengths(inputs=recording.inputs[rows], outputs=recording.outputs[rows],
-                           most_outputs=most[recording.queries[rows]])
+    queries = replace(known.take(recording.queries[rows]), inputs=recording.inputs[rows],
+                      outputs=recording.outputs[rows])
     own, clocks = replayer.run(queries), recording.clocks()
     timed = replayer.run(queries, clocks=clocks)
     return _Part(own.makespan_s, timed.makespan_s, sum(clock.num_matched for clock in clocks),
