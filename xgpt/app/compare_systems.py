@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +17,7 @@ from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xgpt.core.systems import STATIC, SYSTEMS
 from xgpt.core.units import format_seconds
-from xgpt.report.notebook import Printed
 from xgpt.report.table import paragraph, table
-from xgpt.report.words import counted
 from xprofiler.timing import TimingSource
 from xrunner.rules.static import padding
 from xscheduler.planner import PlanOptions
@@ -55,42 +52,26 @@ class SystemFigures:
     late: int
     batches: tuple[BatchFigures, ...]
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Cells of the row in the table of systems."""
-        tokens = [f"{sum(getattr(batch, name) for batch in self.batches):,}" if self.batches else
-                  "-" for name in ("superfluous_tokens", "padded_tokens")]
-        return (self.name, *map(format_seconds, (
-            self.makespan_s, self.latency_mean_s, self.latency_p99_s)), f"{self.late:,}", *tokens)
+
+def systems_screen(problem: Problem, rows: Sequence[SystemFigures]) -> str:
+    """The screen of `xgpt simulate --systems`."""
+    body = [(row.name, *map(format_seconds, (row.makespan_s, row.latency_mean_s,
+                                             row.latency_p99_s)), f"{row.late:,}",
+             *(f"{sum(getattr(batch, name) for batch in row.batches):,}" if row.batches else "-"
+               for name in ("superfluous_tokens", "padded_tokens"))) for row in rows]
+    cluster, forecast = problem.cluster, problem.adjustment.admission.forecast
+    return "\n".join([
+        f"{problem.model.name} on {cluster.num_devices} x {cluster.device.name}, simulated; "
+        f"forecast: {forecast.kind}", "",
+        table(("system", "makespan", "latency", "P99", "late", "superfluous", "padded"), body,
+              right=range(1, 7)), "",
+        paragraph("latency: the mean. late: requests after their deadlines. superfluous: output "
+                  "tokens of rows that are decoded beyond their ends. padded: input tokens that an "
+                  "engine which pads inputs would compute; FT's runner pads none.")])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Systems(Printed):
-    """Systems compared on a job. As text the screen of `xgpt simulate --systems`."""
-
-    problem: Problem
-    requests: int
-    systems: tuple[SystemFigures, ...]
-
-    def __str__(self) -> str:
-        problem, kind = self.problem, self.problem.adjustment.admission.forecast.kind
-        return "\n".join([
-            paragraph(f"{counted(self.requests, 'request')} of {problem.model.name} on "
-                      f"{problem.cluster.num_devices} x {problem.cluster.device.name}, simulated; "
-                      f"forecast: {kind}"), "",
-            table(("system", "makespan", "latency", "P99", "late", "superfluous", "padded"),
-                  [row.cells for row in self.systems], right=range(1, 7)), "",
-            paragraph("latency: the mean. late: requests after their deadlines. superfluous: "
-                      "output tokens of rows that are decoded beyond their ends. padded: input "
-                      "tokens that an engine which pads inputs would compute; FT's runner pads "
-                      "none.")])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `--json` object: a list of systems, each with its batches."""
-        return {"systems": self.systems}
-
-
-def compare_systems(opened: OpenedJob, timing: TimingSource, names: Sequence[str]) -> Systems:
+def compare_systems(opened: OpenedJob, timing: TimingSource,
+                    names: Sequence[str]) -> list[SystemFigures]:
     """Plans the job for each system of these names, for RRA and for Sarathi, and replays its
     requests. Raises InfeasibleError where one has no schedule."""
     problem, rows = opened.problem, []
@@ -112,7 +93,7 @@ def compare_systems(opened: OpenedJob, timing: TimingSource, names: Sequence[str
             latency_mean_s=float(result.latency_s.mean()),
             latency_p99_s=float(np.quantile(result.latency_s, 0.99)),
             batches=tuple(_batches(result, queries, late)) if of == STATIC else ()))
-    return Systems(problem=problem, requests=len(queries.inputs), systems=tuple(rows))
+    return rows
 
 
 def _requests_of(problem: Problem) -> QueryLengths:

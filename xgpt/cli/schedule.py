@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.compare_systems import compare_systems
+from xgpt.app.compare_systems import compare_systems, systems_screen
 from xgpt.app.opened_job import in_order_of, open_file, open_job
 from xgpt.app.plan_analysis import analyze_plan
 from xgpt.app.remote_jobs import FORMATS
@@ -204,7 +204,10 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         "lengths" if systems else "shape"), given)
     if systems:
         compared = compare_systems(opened, timing, systems)
-        print_json(compared.to_dict()) if as_json else show(str(compared))
+        if as_json:
+            print_json({"systems": compared})
+        else:
+            show(systems_screen(opened.problem, compared))
         return
     simulation = simulate_job(opened if schedule is None else in_order_of(opened, schedule), timing,
                               given)

@@ -13,7 +13,7 @@ from xgpt.core.controls import Batches
 from xgpt.core.systems import SYSTEMS
 from xrunner.rules.room import Waiting
 from xrunner.rules.static import OVERHEAD, BatchFormer, StaticRule, padding
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, withdraw_waiting
 
 
 def formed(batches, outputs, inputs=None, deadlines_s=(), *, most=1000, groups=1, kv=10**9):
@@ -214,3 +214,16 @@ def test_a_request_without_a_deadline_is_last_and_costs_none():
     batches = Batches(deadline=1.0, length=0.1, threshold=100.0)
     assert formed(batches, [5, 5, 5, 5], deadlines_s=[math.inf, 20.0, math.inf, 10.0]) == [
         [3, 1, 0, 2]]
+
+
+def test_who_has_begun_is_not_given_to_another_replica():
+    rule = StaticRule(encode_batch=2, num_groups=1, encode_micro_batches=1, kv_tokens=1000,
+                      batches=Batches(most=2), evicts=True)
+    for query in range(4):
+        rule.submit(query, 60, 5, 3)
+    for _ in range(4):  # an encoding, two iterations, and the end of the forecast
+        rule.next_group()
+        rule.decide()
+    assert [(one.query, one.written) for one in rule.waiting] == [(0, 3), (1, 3), (2, 0), (3, 0)]
+    assert withdraw_waiting(rule, 10) == [2, 3]
+    assert [one.query for one in rule.waiting] == [0, 1]
