@@ -10,6 +10,7 @@ import numpy as np
 
 from xgpt.app.opened_job import OpenedJob
 from xgpt.app.schedule import plan_job
+from xgpt.app.simulate import too_large
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import BoolArray
 from xgpt.core.policies import policy
@@ -87,6 +88,8 @@ def compare_systems(opened: OpenedJob, timing: TimingSource,
         estimate = plan_job(replace(opened, problem=own), timing,
                             PlanOptions(horizon="job")).schedule.estimate
         result = replayer_of(own, timing, estimate).run(queries)
+        if not result.is_timed:
+            raise too_large(opened, [f"the replay of {name} has larger steps"])
         late = result.times.last_token_s > queries.deadlines_s
         rows.append(SystemFigures(
             name=name, estimate=estimate, makespan_s=result.makespan_s, late=int(late.sum()),

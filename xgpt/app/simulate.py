@@ -148,7 +148,7 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
         problem, estimate = opened.problem, _estimate(opened, timing, given)
     replay, steady, estimated_s = replayed(problem, timing, estimate, problem.num_queries)
     if not replay.is_timed:
-        raise _too_large(opened, ["the replay has larger steps"])
+        raise too_large(opened, ["the replay has larger steps"])
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
         figures=_figures(replay, steady, estimated_s, estimate.deployment.replicas
@@ -179,7 +179,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0]
     formed = fixed_estimate(name, of_copy, timing, fixed)
     if math.isinf(formed.figures.latency_s):
-        raise _too_large(opened, [note.removeprefix(EXTRAPOLATED) for note in formed.notes
+        raise too_large(opened, [note.removeprefix(EXTRAPOLATED) for note in formed.notes
                                   if note.startswith(EXTRAPOLATED)])
     return _as_replayed(opened, timing, of_copy, formed.in_copies(of_copy.copies))
 
@@ -192,7 +192,8 @@ def _as_replayed(opened: OpenedJob, timing: TimingSource, of_copy: Problem,
     return found.shown(of_copy).in_copies(given.deployment.replicas)
 
 
-def _too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:
+def too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:
+    """The error about a schedule with steps far larger than those whose times were measured."""
     return InputError([mistake(
         opened.job, "schedule", None,
         f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {why}")
