@@ -81,7 +81,7 @@ def compare_systems(opened: OpenedJob, timing: TimingSource,
     for name, of, batches in (*((name, STATIC, SYSTEMS[name].settings) for name in names),
                               *((policy(of).title, of, None) for of in BESIDE)):
         own = replace(
-            problem, adjustment=replace(problem.adjustment, batches=batches),
+            problem, adjustment=replace(problem.adjustment, batches=batches, order="input"),
             fixed=FixedSchedule(policies=(of,), replicas=problem.fixed.replicas),
             constraint=replace(problem.constraint, bounds=tuple(  # no deadline refuses a system
                 bound for bound in problem.constraint.bounds if bound.metric != "deadline")))
