@@ -10,6 +10,7 @@ are decoded to their longest forecast: who is not done by then waits again, with
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from xgpt.core.controls import Batches, StaticControls
 from xgpt.core.schedule import Estimate
@@ -227,12 +228,9 @@ class StaticRule:
             size = former.take(self.waiting)
         base, odd = divmod(size, self.num_groups)
         for group in range(self.num_groups):
-            for _ in range(base + (group < odd)):
-                if not self.waiting:
-                    break
-                new = self.waiting[0]
-                if not self._batch.add(group, new, new.cap if former is None else (
-                        former.output_of(new))):
+            for new in list(islice(self.waiting, base + (group < odd))):
+                output = new.cap if former is None else former.output_of(new)
+                if not self._batch.add(group, new, output):
                     break
                 self.waiting.popleft()
 
