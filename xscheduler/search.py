@@ -196,7 +196,19 @@ class Search(ReplayedCells):
 
         `enough_qps`: throughput at which the search may stop. `is_compared`: the result is only
         shown beside the chosen schedule, so steps 4 and 5 are left out."""
-        found = self._look_further(keeps) or (self._look_further(keeps) if self.quickest() else [])
+        found = self._best_by_open_cells(keeps, enough_qps, is_compared)
+        while total_qps(found) < enough_qps and (
+                added := further_cells(self._replays, total_qps(found), keeps)):
+            self._replays |= added
+            for cell in added:
+                self.cells[cell.problem.cluster.num_devices].append(cell)
+            found = max(found, self._best_by_open_cells(keeps, enough_qps, is_compared),
+                        key=total_qps)
+        return found
+
+    def _best_by_open_cells(self, keeps: Feasibility, enough_qps: float,
+                            is_compared: bool) -> list[Found]:
+        found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
         if is_compared:
             return found
         if self._replay_unseen(found, keeps):
@@ -209,7 +221,7 @@ class Search(ReplayedCells):
             for one in (*found, *self._runners_up(found, keeps)):
                 if (one.cell, one.point, keeps) not in self._climbed:
                     improved |= self._climb(one.cell, one.point, keeps)
-            again = self._look_further(keeps)
+            again = self._look(keeps)
             if not improved and again == found:
                 break
             found = again
@@ -251,17 +263,6 @@ class Search(ReplayedCells):
                     break
                 self.replay(cell, best.point)
                 cell.misses += not keeps.is_kept(cell, best.point)
-
-    def _look_further(self, keeps: Feasibility) -> list[Found]:
-        """As `_look`, also at cells with a further admission rule if memory binds."""
-        while True:
-            found = self._look(keeps)
-            added = further_cells(self._replays, total_qps(found), keeps)
-            if not added:
-                return found
-            self._replays |= added
-            for cell in added:
-                self.cells[cell.problem.cluster.num_devices].append(cell)
 
     def _look(self, keeps: Feasibility) -> list[Found]:
         """Replays the points that the best division is expected to consist of, until all parts of

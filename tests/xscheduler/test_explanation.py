@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from problems import MEMORY, estimate_of, roofline_of, schedule_of, toy_problem
 
-from xgpt.core.controls import FixedSchedule
+from xgpt.core.controls import Adjustment, Admission, FixedSchedule
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Rejected
 from xgpt.core.units import format_bytes
@@ -234,8 +234,10 @@ def test_the_real_search_finds_each_offers_worth():
     gpu, _ = price(toy_problem(per_node=6, fixed=one), searched)
     assert gpu.gain is None or gpu.gain <= 0.02
     fixed = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, decode_iterations=4)
-    free = searched(toy_problem(fixed=fixed))
-    problem = toy_problem(fixed=fixed, latency_s=free.estimate.figures.latency_s / 3)
+    reserves = Adjustment(admission=Admission(rule="reserve"))
+    free = searched(replace(toy_problem(fixed=fixed), adjustment=reserves))
+    problem = replace(toy_problem(fixed=fixed, latency_s=free.estimate.figures.latency_s / 3),
+                      adjustment=reserves)
     later, gpu, memory = price(problem, searched)
     relaxed = replace(problem, constraint=problem.constraint.with_latency(
         limit_s=problem.constraint.latency_s * 1.1))

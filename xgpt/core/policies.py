@@ -94,8 +94,8 @@ _BUDGET = Variable(name="token_budget", words="tokens per step", otherwise=0)
 _CHUNK = Variable(name="encode_chunk", least=0, otherwise=0,
                   words="tokens that a micro-batch's step encodes beside decoding")
 
-# kept in full for each request
-_RESERVING: tuple[AdmissionRule, ...] = ("reserve",)
+# future-peak has room for more requests, and lengthens their latency
+_RESERVING: tuple[AdmissionRule, ...] = ("reserve", "future-peak")
 
 
 def _waa(name: str, title: str, words: str) -> Policy:
@@ -105,7 +105,7 @@ def _waa(name: str, title: str, words: str) -> Policy:
         formula="xsimulator.rough.two_pools:TwoPools",
         limits="xrunner.rules.waa:system_limits",
         pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True,
-        admits=_RESERVING)
+        admits=("reserve",))
 
 
 def _static(name: str, title: str, words: str, *more: Variable, turn: int) -> Policy:
