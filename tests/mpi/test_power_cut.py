@@ -19,7 +19,7 @@ if shutil.which("cc") is None:
 import power_cut  # noqa: E402
 from faults import ToyJob, await_lines, below, wait  # noqa: E402
 
-from xrunner.files.results import count_results, read_held  # noqa: E402
+from xrunner.files.results import HeldFile, count_results  # noqa: E402
 from xrunner.plan import saved_fingerprint  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -97,13 +97,14 @@ def put_on_the_disk(job: ToyJob, log: Path, place: Path) -> tuple[frozenset[int]
 def found_after(recorded: Recorded, folder: Path) -> set[int]:
     """The queries that a run would go on after; all that is there is as it was written."""
     count = count_results(folder / "results.jsonl")
-    held = read_held(folder / "held.jsonl", count)
+    held = HeldFile(folder / "held.jsonl", count)
     text = (folder / "results.jsonl").read_text() if count else ""
     assert text == "".join(recorded.lines[index] for index in range(count))
-    assert all(f"{line}\n" == recorded.lines[index] for index, line in held.items())
-    if count or held:
+    assert all(f"{held.line(index)}\n" == recorded.lines[index] for index in held.places)
+    held.close()
+    if count or held.places:
         assert saved_fingerprint(folder) == recorded.fingerprint, "else it would begin anew"
-    return {*range(count), *held}
+    return {*range(count), *held.places}
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])

@@ -8,10 +8,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple, cast
 
 from xgpt.core.errors import XgptError
 from xgpt.core.system.whole_file import sync_folder, write_atomically
@@ -65,7 +65,7 @@ def restored_name(path: Path, descriptor: int) -> XgptError:
 HELD_FILE = "held.jsonl"
 _LOOK_S = 1.0  # chosen: seconds between checks whether the file has its name
 _CHUNK_BYTES = 2**16  # chosen: read at once from a long file's end
-_DEAD_CHARS = 2**20  # chosen: stale characters before the file is rewritten
+_DEAD_BYTES = 2**20  # chosen: stale bytes before the file is rewritten
 
 
 class Answered(NamedTuple):
@@ -97,10 +97,9 @@ class ResultWriter:
         # readable, to restore it if it loses its name
         self._file: IO[str] = path.open("a+", encoding="utf-8")
         self._next, self._model, self._token_text = first_index, model, token_text
-        self._held, self._left_out = read_held(held_path, first_index), set[int]()
+        self._held, self._left_out = HeldFile(held_path, first_index), set[int]()
         # first answer to a request with several -> their number
         self._choices = _choices_of(self._held)
-        self._held_file = HeldFile(held_path)
         self._write_next()
         self._tidy()
         sync_folder(path.parent)
@@ -115,18 +114,20 @@ class ResultWriter:
 
     def write(self, result: FinishedQuery) -> None:
         index, choices = result.query.index, result.query.choices
-        assert index >= self._next and index not in self._held, f"{index = } {self._next = }"
+        assert index >= self._next and index not in self._held.places, (
+            f"{index = } {self._next = }")
         self._check()
         line = _text(result, self._model, self._token_text)
-        self._held[index] = line
         if choices > 1:
             self._choices[index - result.query.sample] = choices
-        self._write_next()
-        if index in self._held:
+        if index > self._next or choices > 1:
             with self._lock:
-                self._held_file.add(line)
-            return
-        if self._held_file.is_untidy(self._held):
+                self._held.add(index, line)
+        else:
+            self._file.write(line + "\n")
+            self._next += 1
+        self._write_next()
+        if self._held.is_untidy:
             self._tidy()
 
     def leave_out(self, queries: Collection[int]) -> None:
@@ -136,27 +137,25 @@ class ResultWriter:
 
     def _write_next(self) -> None:
         """Writes results that are next; all answers to one request at once."""
-        has_written = False
-        while self._next in self._held or self._next in self._left_out:
+        while self._next in self._held.places or self._next in self._left_out:
             if self._next in self._left_out:
                 self._next += 1
                 continue
             count = self._choices.get(self._next, 1)
             own = range(self._next, self._next + count)
-            if count > 1 and not all(index in self._held for index in own):
+            if count > 1 and not all(index in self._held.places for index in own):
                 break
             self._choices.pop(self._next, None)
-            lines = [self._held.pop(index) for index in own]
+            lines = [self._held.take(index) for index in own]
             # one write a line, so a killed process leaves whole lines or one torn last line
             self._file.write((lines[0] if count == 1 else merged(lines)) + "\n")
-            self._next, has_written = self._next + count, True
-        if has_written:
-            self._file.flush()
+            self._next += count
+        self._file.flush()
 
     def _tidy(self) -> None:
         os.fsync(self._file.fileno())
         with self._lock:
-            self._held_file.tidy(self._held)
+            self._held.tidy()
 
     def _check(self, *, is_last: bool = False) -> None:
         """Raises OSError if syncing failed, XgptError if the file lost its name."""
@@ -174,7 +173,7 @@ class ResultWriter:
             copies = list[int]()
             try:
                 with self._lock:
-                    held = self._held_file.descriptor
+                    held = self._held.descriptor
                     files = [self._file.fileno(), *(() if held is None else (held,))]
                     copies += [os.dup(file) for file in files]
                 for copy in copies:
@@ -189,7 +188,7 @@ class ResultWriter:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._held.places)
 
     def close(self) -> None:
         """Writes, syncs and closes everything."""
@@ -201,7 +200,7 @@ class ResultWriter:
             self._check(is_last=True)
             self._tidy()
         finally:
-            self._held_file.close()
+            self._held.close()
             self._file.close()
         sync_folder(self._path.parent)
 
@@ -210,7 +209,7 @@ def answered(path: Path) -> Answered:
     """Results of earlier runs, by the results file at `path` and held.jsonl beside it. Changes
     nothing: a run may be writing there."""
     found = checked_results(path)
-    held = found.held.union(read_held(path.with_name(HELD_FILE), found.num_queries))
+    held = found.held.union(held_places(path.with_name(HELD_FILE), found.num_queries))
     return Answered(found.num_queries, held, found.fault)
 
 
@@ -221,7 +220,7 @@ def answered_by_last_line(path: Path) -> Answered:
     written = None if num_expired(path.parent) else _told_by_last(path)
     if written is None:
         return answered(path)
-    return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))
+    return Answered(written, frozenset(held_places(path.with_name(HELD_FILE), written)))
 
 
 def _told_by_last(path: Path) -> int | None:
@@ -246,8 +245,12 @@ def count_results(path: Path) -> int:
     Valid results behind are moved to held.jsonl. 0 without a file."""
     found, held_path = checked_results(path), path.with_name(HELD_FILE)
     if found.behind:
-        HeldFile(held_path).tidy({**lines_behind(path, found),
-                                  **read_held(held_path, found.num_queries)})
+        held = HeldFile(held_path, found.num_queries)
+        held.tidy()
+        for index, line in lines_behind(path, found).items():
+            if index not in held.places:
+                held.add(index, line)
+        held.tidy()
     if path.is_file() and path.stat().st_size > found.good_bytes:
         os.truncate(path, found.good_bytes)
         drop_cached_checks()  # times of files are too coarse to rely on
@@ -292,38 +295,66 @@ def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -
 
 class HeldFile:
     """held.jsonl, a line per result, each as it will be in results.jsonl. Lines written to
-    results.jsonl since stay until `tidy`; readers skip them."""
+    results.jsonl since stay until `tidy`; readers skip them.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[str] | None = None
-        self._num_chars = 0
+    In memory is the place of each line alone, about 100 bytes a result: in a sorted job all results
+    may wait for the last."""
 
-    def add(self, line: str) -> None:
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
-        self._num_chars += self._file.write(line + "\n")
-        self._file.flush()
+    def __init__(self, path: Path, first_index: int) -> None:
+        """Takes over the results of an earlier run from request `first_index` on; the first `add`
+        comes after a `tidy`."""
+        self._path, self._file = path, cast("BinaryIO | None", None)
+        self.places = held_places(path, first_index)  # (offset, bytes) of each held line
+        self._size = path.stat().st_size if path.exists() else 0
+        self._live = sum(size for _, size in self.places.values())
 
-    def is_untidy(self, held: Mapping[int, str]) -> bool:
-        """Whether most of its lines are not `held` any more."""
-        return self._num_chars > _DEAD_CHARS + 2 * sum(map(len, held.values()))
+    def add(self, index: int, line: str) -> None:
+        """Writes the line of a result."""
+        raw = line.encode() + b"\n"
+        self._opened().write(raw)
+        self.places[index] = self._size, len(raw)
+        self._size, self._live = self._size + len(raw), self._live + len(raw)
 
-    def tidy(self, held: Mapping[int, str]) -> None:
-        """Rewrites the file with `held` alone, or removes it if empty. Call it once all others are
-        synced in results.jsonl."""
-        self.close()
-        if not held:
+    def line(self, index: int) -> str:
+        """The line of a held result."""
+        offset, size = self.places[index]
+        return os.pread(self._opened().fileno(), size, offset)[:-1].decode()
+
+    def take(self, index: int) -> str:
+        """The line of a result that is held no more."""
+        line = self.line(index)
+        self._live -= self.places.pop(index)[1]
+        return line
+
+    @property
+    def is_untidy(self) -> bool:
+        """Whether most of its bytes are of lines that are held no more."""
+        return self._size > _DEAD_BYTES + 2 * self._live
+
+    def tidy(self) -> None:
+        """Rewrites the file with the held lines alone, or removes it if there are none. Call it
+        once all others are synced in results.jsonl."""
+        if not self.places:
+            self.close()
             self._path.unlink(missing_ok=True)
-            self._num_chars = 0
+            self._size = self._live = 0
             return
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            self._num_chars = sum(file.write(line + "\n") for _, line in sorted(held.items()))
+        temporary, offset = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp"), 0
+        with temporary.open("wb") as file:
+            for index in sorted(self.places):
+                size = file.write(self.line(index).encode() + b"\n")
+                self.places[index], offset = (offset, size), offset + size
             file.flush()
             os.fsync(file.fileno())
+        self.close()
         os.replace(temporary, self._path)
+        self._size = self._live = offset
         sync_folder(self._path.parent)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file = self._path.open("a+b", buffering=0)
+        return self._file
 
     @property
     def descriptor(self) -> int | None:
@@ -336,28 +367,29 @@ class HeldFile:
             self._file = None
 
 
-def read_held(path: Path, first_index: int) -> dict[int, str]:
-    """Held lines by request, from `first_index` on, without torn ones. A run may be writing
-    them."""
-    held: dict[int, str] = {}
+def held_places(path: Path, first_index: int) -> dict[int, tuple[int, int]]:
+    """(offset, bytes) of each held line by request, from `first_index` on, without torn ones. A run
+    may be writing them."""
+    places, offset = dict[int, tuple[int, int]](), 0
     try:
         with path.open("rb") as file:
             spool = spool_of(path.parent)
             for text in file:
                 line = line_of(text, spool) if text.endswith(b"\n") else None
                 if line is not None and line.query >= first_index:
-                    held[line.query] = text.decode().removesuffix("\n")
+                    places[line.query] = offset, len(text)
+                offset += len(text)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    return held
+    return places
 
 
-def _choices_of(held: Mapping[int, str]) -> dict[int, int]:
+def _choices_of(held: HeldFile) -> dict[int, int]:
     """First answer to each request with several answers -> their number. The first may be
     missing."""
     found = {}
-    for index, line in held.items():
-        own = json.loads(line).get("xgpt")
+    for index in held.places:
+        own = json.loads(held.line(index)).get("xgpt")
         if isinstance(own, dict) and own.get("of", 1) > 1:
             found[index - own["sample"]] = own["of"]
     return found

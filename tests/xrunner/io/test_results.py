@@ -5,6 +5,7 @@ import os
 import random
 import re
 import threading
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from xrunner.files.results import (
     answered,
     answered_by_last_line,
     count_results,
-    read_held,
+    held_places,
     write_errors,
 )
 from xrunner.query import FinishedQuery, PreparedQuery
@@ -261,17 +262,32 @@ def test_a_result_whose_line_was_torn_as_its_turn_came_is_still_held(tmp_path):
 
 
 def test_lines_whose_turn_has_come_leave_the_file_as_it_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr(results_module, "_DEAD_CHARS", 2000)
+    monkeypatch.setattr(results_module, "_DEAD_BYTES", 2000)
     path, source = tmp_path / "results.jsonl", random.Random(3)
     writer, most = open_writer(path), 0
     for index in sorted(range(400), key=lambda at: at + source.uniform(0, 12)):
         writer.write(finished(index))
         held = tmp_path / HELD_FILE
         most = max(most, held.stat().st_size if held.exists() else 0)
-        assert len(read_held(held, count_results(path))) == writer.num_held
+        assert len(held_places(held, count_results(path))) == writer.num_held
     assert 2000 < most < 6000 < path.stat().st_size
     writer.close()
     assert count_results(path) == 400
+
+
+def test_what_is_held_is_not_in_memory(tmp_path):
+    """As in a job that is sorted as a whole: its first line may be done last."""
+    path, text = tmp_path / "results.jsonl", "x" * 20_000
+    writer = open_writer(path)
+    tracemalloc.start()
+    for index in range(500, -1, -1):
+        writer.write(finished(index, text=text))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    writer.close()
+    assert peak < 50 * len(text) < path.stat().st_size / 8
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["index"] for row in rows] == [*range(501)]
 
 
 def test_below_a_file_there_are_no_results(tmp_path):
