@@ -51,3 +51,15 @@ def test_a_share_in_time_needs_deadlines(tmp_path):
     assert [one.key for one in refused.value.mistakes] == [
         "constraint.attainment", "constraint.on_deadline"]
     assert opened(tmp_path, "a.jsonl", line).problem.queries.deadlines_s is None
+
+
+def test_an_order_by_deadlines_needs_one_of_each_request(tmp_path):
+    lines = '{"tokens": [1], "deadline_s": 5}\n{"tokens": [2]}\n{"tokens": [3]}\n'
+    with pytest.raises(InputError) as refused:
+        opened(tmp_path, "a.jsonl", lines, "schedule.order=deadline")
+    (found,) = refused.value.mistakes
+    assert found.key == "schedule.order" and "2 of 3 have none, the first in " in found.allowed
+    assert found.allowed.endswith("line 2")
+    given = opened(tmp_path, "a.jsonl", lines, "schedule.order=deadline", "constraint.deadline_s=9")
+    assert given.problem.queries.deadlines_s.tolist() == [5, 9, 9]
+    opened(tmp_path, "a.jsonl", lines.splitlines()[0], "schedule.order=deadline")

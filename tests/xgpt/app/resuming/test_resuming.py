@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
@@ -27,6 +28,7 @@ from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
 from xgpt.job.job_file import load_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.process import run_watched  # noqa: E402
+from xrunner.files.order_file import ORDER_FILE  # noqa: E402
 from xrunner.files.results import HELD_FILE  # noqa: E402
 
 
@@ -85,6 +87,30 @@ def test_another_schedule_goes_on_with_what_is_held(folder, run, monkeypatch, re
     final = lines(out / "results.jsonl")
     assert list(final) == list(range(COUNT)) and final.items() >= done.items()
     assert not list(out.glob("results-*"))
+
+
+def in_order(answers: dict[int, str], order: list[int]) -> bool:
+    """Whether the requests were begun in this order."""
+    begun_s = [json.loads(answers[index])["encode_start_s"] for index in order if index in answers]
+    return begun_s == sorted(begun_s)
+
+
+def test_a_run_goes_on_in_the_order_that_it_began_with(folder, run, monkeypatch):
+    out, long = folder / "out", [index for index in range(COUNT) if index % 5 == 2]
+    order = [*long, *(index for index in range(COUNT) if index not in long)]
+    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 3, decode_iterations: 4, adjustment: 0, "
+                        "order: longest-output, window: job")
+    with pytest.raises(StoppedEarly, match="wait in held.jsonl"):
+        run(8)
+    done = lines(out / "results.jsonl") | lines(out / HELD_FILE)
+    assert in_order(done, order)
+    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 9, adjustment: 0, "
+                        "order: random")
+    run()
+    assert np.load(out / ORDER_FILE).tolist() == order
+    final = lines(out / "results.jsonl")
+    assert list(final) == list(range(COUNT)) and final.items() >= done.items()
+    assert in_order({index: line for index, line in final.items() if index not in done}, order)
 
 
 def by_kv_tokens(folder: Path, tokens: int) -> Plan:
