@@ -17,9 +17,8 @@ using xgpt_rooms::Group;
 
 class Replay : public xgpt_rooms::Replay {
 public:
-    Replay(const xgpt_replay::Given &given, const Facts &facts, const xgpt_rooms::Asked &asked,
-           const int64_t *slots)
-        : xgpt_rooms::Replay(given, facts.groups, facts.queries, asked, slots), facts_(facts) {}
+    Replay(const xgpt_replay::Given &given, const Facts &facts, const xgpt_rooms::Asked &asked)
+        : xgpt_rooms::Replay(given, facts.groups, facts.queries, asked), facts_(facts) {}
     void run() {
         for (int64_t g; (g = next_in_turn()) >= 0;) {
             Group &group = groups_[g];

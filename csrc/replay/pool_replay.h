@@ -28,8 +28,8 @@ struct Query {
     double start_s = NEVER, first_s = NEVER, last_s = NEVER;
 };
 
-/* A group's rows. A request that was evicted and came again may be in `ends` and `longest` more
- * than once: only what its row says is valid. The longest is searched only for padded rows.
+/* A group's rows. A request that was evicted and came again may be in `entered` and `longest`
+ * more than once: only what its row says is valid. The longest is searched only for padded rows.
  * `first`, `done`: requests whose first or last token is awaited, which is there at `ready_s`.
  * `fresh`: those that joined without a token and were not decoded yet. */
 template <class Query>
@@ -37,7 +37,8 @@ struct Rows {
     bool is_padded = false, is_awaited = false;
     double ready_s = 0.0;
     int64_t iterations = 0, base = 0, rows = 0, removed = 0;
-    std::vector<std::vector<int64_t>> ends;                    // by last iteration
+    std::vector<std::pair<int64_t, int64_t>> entered;          // (request, next of its end)
+    std::vector<std::pair<int64_t, int64_t>> ends;             // by last iteration: first, last
     std::priority_queue<std::pair<int64_t, int64_t>> longest;  // (base, request), some gone
     std::vector<int64_t> first, done, fresh;
 
@@ -48,8 +49,12 @@ struct Rows {
         base += query.base;
         rows += 1;
         if (left > 0) {
-            if (static_cast<int64_t>(ends.size()) <= query.end) ends.resize(query.end + 1);
-            ends[query.end].push_back(q);
+            if (static_cast<int64_t>(ends.size()) <= query.end) ends.resize(query.end + 1, {-1, -1});
+            auto &[from, until] = ends[query.end];
+            const int64_t place = static_cast<int64_t>(entered.size());
+            (from < 0 ? from : entered[until].second) = place;
+            until = place;
+            entered.emplace_back(q, -1);
             if (is_padded) longest.emplace(query.base, q);
         } else {
             done.push_back(q);
@@ -78,16 +83,17 @@ struct Rows {
         sizes.longest = longest.empty() ? sizes.context
                                         : static_cast<double>(longest.top().first + iterations);
         if (static_cast<int64_t>(ends.size()) <= iterations) return;
-        for (int64_t q : ends[iterations]) {
+        for (int64_t at = ends[iterations].first; at >= 0; at = entered[at].second) {
+            const int64_t q = entered[at].first;
             if (queries[q].group != g || queries[q].end != iterations) continue;
             done.push_back(q);
             queries[q].end = -1;
         }
-        std::vector<int64_t>().swap(ends[iterations]);
     }
     /* Removes all rows, finished ones too. */
     void clear() {
         base = rows = removed = 0;
+        entered.clear();
         ends.clear();
         longest = {};
     }

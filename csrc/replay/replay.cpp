@@ -54,18 +54,17 @@ Found *alone(Replay &&replay, double *times) {
     return found;
 }
 
-/* What rooms decide by. */
 xgpt_rooms::Asked asked(const Arguments &args) {
     const int64_t *facts = args.ints(1);
     return {{facts[5], facts[6], facts[7], facts[8], facts[9], facts[10]},
-            {{}, args.ints(8), args.ints(9), args.ints(10), facts[11]},
-            args.ints(4), args.ints(5), args.ints(6)};
+            {args.ints(4), args.ints(5), args.ints(8), args.ints(9), args.ints(10), facts[11], {}},
+            args.ints(7), args.ints(6)};
 }
 
 Found *paged(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
     return alone(xgpt_paging::Replay(args.alone(), {facts[0], facts[4], facts[12], facts[13]},
-                                     asked(args), args.ints(7)), times);
+                                     asked(args)), times);
 }
 
 Found *reserved(const Arguments &args, double *times) {
@@ -73,7 +72,7 @@ Found *reserved(const Arguments &args, double *times) {
     const double *figures = args.reals(2);
     return alone(xgpt_reserving::Replay(
         args.alone(), {facts[0], facts[4], facts[12], facts[13], facts[14], figures[3]},
-        {figures[1], figures[2]}, asked(args), args.ints(7)), times);
+        {figures[1], figures[2]}, asked(args)), times);
 }
 
 Found *batched(const Arguments &args, double *times) {

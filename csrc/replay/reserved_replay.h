@@ -23,8 +23,8 @@ using xgpt_rooms::Group;
 class Replay : public xgpt_rooms::Replay {
 public:
     Replay(const xgpt_replay::Given &given, const Facts &facts, const Sizer &sizer,
-           const xgpt_rooms::Asked &asked, const int64_t *slots)
-        : xgpt_rooms::Replay(given, facts.groups, facts.queries, asked, slots), facts_(facts),
+           const xgpt_rooms::Asked &asked)
+        : xgpt_rooms::Replay(given, facts.groups, facts.queries, asked), facts_(facts),
           sizer_(sizer), iteration_(first_iteration()) {}
     void run() {
         for (int64_t g; (g = facts_.iterations ? next_of_phase() : next_in_turn()) >= 0;) {

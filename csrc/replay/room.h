@@ -18,37 +18,34 @@ enum Rule : int64_t { GREEDY, RESERVE_STATIC, RESERVE_DYNAMIC, FUTURE_PEAK, RESE
  * free. */
 struct Terms {
     int64_t tokens, rule, after_free, evicts, unit, spare;
-
-    bool is_planned() const { return rule != RESERVE && rule != GREEDY; }
 };
 
-/* A request. `reserve`: most tokens that it may need; `tokens`: to encode, its input and
- * `written` output tokens of an evicted one; `left`: to come by its forecast. Once it decodes: its
- * tokens (`base`) and its end, counted from the group's first step. */
+/* A request. `written`: output tokens of an evicted one, to encode with its input; `left`: tokens
+ * to come by its forecast. Once it decodes: its tokens (`base`) and its end, counted from the
+ * group's first step. */
 struct Request {
-    int64_t reserve, tokens, written = 0, left = 0, base = 0, end = 0;
+    int64_t written = 0, left = 0, base = 0, end = 0;
     bool is_at_work = false, decodes = false;
-
-    int64_t inputs() const { return tokens - written; }
-    int64_t cap() const { return reserve - inputs(); }
 };
 
-/* Requests by number. Their forecasts, in output tokens: first[requests]; new ones
- * beyond[ranges][size] by range[requests] of inputs and tokens written, the cap from `size` on. */
+/* Requests by number: input tokens, and the most that each may need. Their forecasts, in output
+ * tokens: first[requests]; new ones beyond[ranges][size] by range[requests] of inputs and tokens
+ * written, the cap from `size` on. */
 struct Requests {
-    std::vector<Request> all;
-    const int64_t *first, *range, *beyond;
+    const int64_t *inputs, *reserves, *first, *range, *beyond;
     int64_t size;
+    std::vector<Request> all;
 
+    int64_t tokens(int64_t q) const { return inputs[q] + all[q].written; }
     int64_t beyond_of(int64_t q, int64_t written) const {
-        const int64_t cap = all[q].cap();
+        const int64_t cap = reserves[q] - inputs[q];
         return written < size ? std::min(beyond[range[q] * size + written], cap) : cap;
     }
     /* Tokens that the request is to write, by its forecast. */
     int64_t left(int64_t q) const {
-        const Request &one = all[q];
-        const int64_t total = first[q] > one.written ? first[q] : beyond_of(q, one.written);
-        return std::max(std::min(total, one.cap()) - one.written, int64_t{1});
+        const int64_t written = all[q].written;
+        const int64_t total = first[q] > written ? first[q] : beyond_of(q, written);
+        return std::max(std::min(total, reserves[q] - inputs[q]) - written, int64_t{1});
     }
 };
 
@@ -76,8 +73,9 @@ public:
     }
     bool has_room(int64_t q, bool decodes) {
         if (!active) return true;
-        if (terms_.rule == RESERVE) return held + in_units(of(q).reserve) <= terms_.tokens;
-        if (held + in_units(of(q).tokens) + terms_.spare * terms_.unit > terms_.tokens) return false;
+        if (terms_.rule == RESERVE) return held + reserved(q) <= terms_.tokens;
+        const int64_t tokens = in_units(requests_->tokens(q));
+        if (held + tokens + terms_.spare * terms_.unit > terms_.tokens) return false;
         if (terms_.rule == GREEDY) return true;
         look_again();
         const int64_t rounding = (active + 1) * (terms_.unit - 1);
@@ -85,24 +83,30 @@ public:
     }
     void admit(int64_t q, bool decodes) {
         Request &one = of(q);
-        one.left = terms_.is_planned() ? requests_->left(q) : 0;
         one.is_at_work = true;
-        held += in_units(terms_.rule == RESERVE ? one.reserve : one.tokens);
-        whole_ += one.tokens + one.left;
         active += 1;
         if (terms_.evicts) order_.push_back(q);
+        if (terms_.rule == RESERVE) {
+            held += reserved(q);
+        } else {
+            one.left = is_planned() ? requests_->left(q) : 0;
+            held += in_units(requests_->tokens(q));
+            whole_ += requests_->tokens(q) + one.left;
+        }
         if (decodes) begin(q);
     }
     /* Lets an admitted request grow with the next decode step. */
     void begin(int64_t q) {
         Request &one = of(q);
-        whole_ -= one.tokens + one.left;
-        one.base = one.tokens - steps_;
-        one.end = steps_ + one.left;
         one.decodes = true;
         decoding += 1;
+        if (terms_.rule == RESERVE) return;
+        const int64_t tokens = requests_->tokens(q);
+        whole_ -= tokens + one.left;
+        one.base = tokens - steps_;
+        one.end = steps_ + one.left;
         starting_[residue(one.base)] += 1;
-        if (terms_.is_planned()) insert({one.end, one.base, q});
+        if (is_planned()) insert({one.end, one.base, q});
     }
     void advance() {
         if (terms_.rule != RESERVE) held += needed();
@@ -110,19 +114,20 @@ public:
     }
     void finish(int64_t q) {
         Request &one = of(q);
-        int64_t tokens = one.tokens;
-        if (one.decodes) {
-            tokens = one.base + steps_;
-            decoding -= 1;
+        if (terms_.rule == RESERVE) {
+            held -= reserved(q);
+        } else if (one.decodes) {
+            held -= in_units(one.base + steps_);
             starting_[residue(one.base)] -= 1;
-            if (terms_.is_planned())
+            if (is_planned())
                 ends_.erase(std::lower_bound(ends_.begin(), ends_.end(),
                                              End{one.end, one.base, q}));
         } else {
-            whole_ -= tokens + one.left;
+            held -= in_units(requests_->tokens(q));
+            whole_ -= requests_->tokens(q) + one.left;
         }
         active -= 1;
-        held -= in_units(terms_.rule == RESERVE ? one.reserve : tokens);
+        decoding -= one.decodes;
         one.is_at_work = one.decodes = false;
     }
     /* Removes the latest admitted request, with its tokens to encode again. */
@@ -130,11 +135,9 @@ public:
         while (!of(order_.back()).is_at_work) order_.pop_back();
         const int64_t q = order_.back();
         order_.pop_back();
-        Request &one = of(q);
-        const int64_t inputs = one.inputs();
-        if (one.decodes) one.written = written(one);
+        const int64_t written = of(q).decodes ? this->written(q) : of(q).written;
         finish(q);
-        one.tokens = inputs + one.written;
+        of(q).written = written;
         return q;
     }
 
@@ -147,6 +150,8 @@ private:
     std::vector<End> ends_;           // of decoding requests, in order
 
     Request &of(int64_t q) { return requests_->all[q]; }
+    bool is_planned() const { return terms_.rule != RESERVE && terms_.rule != GREEDY; }
+    int64_t reserved(int64_t q) const { return in_units(requests_->reserves[q]); }
     int64_t in_units(int64_t tokens) const {
         if (terms_.unit == 1) return tokens;
         return (tokens + terms_.unit - 1) / terms_.unit * terms_.unit;
@@ -157,8 +162,9 @@ private:
     }
     /* Tokens that the next decode step takes. */
     int64_t needed() const { return starting_[residue(-steps_)] * terms_.unit; }
-    int64_t written(const Request &one) const {
-        return one.base + steps_ - one.inputs() + 1;  // its latest token is not in the cache yet
+    int64_t written(int64_t q) const {
+        const int64_t held = requests_->all[q].base + steps_;
+        return held - requests_->inputs[q] + 1;  // its latest token is not in the cache yet
     }
     void insert(const End &end) {
         ends_.insert(std::lower_bound(ends_.begin(), ends_.end(), end), end);
@@ -169,15 +175,16 @@ private:
             const int64_t q = ends_[0].query;
             ends_.erase(ends_.begin());
             Request &one = of(q);
-            const int64_t written = this->written(one);
+            const int64_t written = this->written(q);
             const int64_t total = std::max(requests_->beyond_of(q, written), written + 1);
-            one.end = one.inputs() + total - one.base;
+            one.end = requests_->inputs[q] + total - one.base;
             insert({one.end, one.base, q});
         }
     }
     /* The load that the rule asks of with the request, beside those that do not decode. */
     int64_t load_with(int64_t q, bool decodes) {
-        const int64_t tokens = of(q).tokens, left = requests_->left(q), whole = tokens + left;
+        const int64_t tokens = requests_->tokens(q), left = requests_->left(q);
+        const int64_t whole = tokens + left;
         int64_t load = 0;
         if (terms_.rule == RESERVE_STATIC) {
             for (const End &end : ends_) load += end.base + end.step;

@@ -17,7 +17,7 @@ namespace xgpt_rooms {
 
 /* `left`: iterations to go; `made`: tokens generated before its latest eviction. */
 struct Query : xgpt_replay::Query {
-    int64_t inputs, left, made = 0;
+    int64_t left = 0, made = 0;
 };
 
 /* A group's rows and room, and its partly encoded request. RRA's chunks of a phase: requests
@@ -32,25 +32,23 @@ struct Group : xgpt_replay::Rows<Query> {
     int64_t waiting() const { return static_cast<int64_t>(dealt.size() - begin); }
 };
 
-/* What rooms decide by, and arrays of requests: inputs, most tokens, iterations. */
+/* What rooms decide by; slots[groups]: most requests of each; left[requests]: iterations. */
 struct Asked {
     xgpt_room::Terms terms;
-    xgpt_room::Requests forecasts;
-    const int64_t *inputs, *reserves, *left;
+    xgpt_room::Requests requests;
+    const int64_t *slots, *left;
 };
 
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 protected:
     Replay(const xgpt_replay::Given &given, int64_t num_groups, int64_t num_queries,
-           const Asked &asked, const int64_t *slots)
+           const Asked &asked)
         : PoolReplay(given, num_groups, num_queries), num_groups_(num_groups),
-          requests_(asked.forecasts), line_(num_queries) {
-        for (int64_t q = 0; q < num_queries; ++q) {
-            queries[q] = {{}, asked.inputs[q], asked.left[q]};
-            requests_.all.push_back({asked.reserves[q], asked.inputs[q]});
-        }
+          requests_(asked.requests), line_(num_queries) {
+        requests_.all.resize(num_queries);
+        for (int64_t q = 0; q < num_queries; ++q) queries[q].left = asked.left[q];
         for (int64_t g = 0; g < num_groups; ++g) {
-            groups_[g].slots = slots[g];
+            groups_[g].slots = asked.slots[g];
             groups_[g].room.open(asked.terms, requests_);
         }
         std::iota(line_.begin(), line_.end(), int64_t{0});
@@ -61,7 +59,9 @@ protected:
     std::vector<int64_t> line_;  // requests in line, from `next_` on
 
     int64_t num_waiting() const { return static_cast<int64_t>(line_.size()) - next_; }
-    int64_t tokens(int64_t q) const { return requests_.all[q].tokens; }
+    int64_t tokens(int64_t q) const { return requests_.tokens(q); }
+    /* As `tokens`, but one less of an evicted one if encoding gives no token. */
+    int64_t context(int64_t q) const { return requests_.inputs[q] + queries[q].made; }
 
     /* ContinuousRule.next_group */
     int64_t next_in_turn() const {
@@ -117,7 +117,7 @@ protected:
         return all - left;
     }
     void encode_whole() {
-        for (int64_t q : joined_) chunk(q, 0, queries[q].inputs + queries[q].made);
+        for (int64_t q : joined_) chunk(q, 0, context(q));
     }
     /* PoolHead._execute, if there is a step */
     void execute(Group &group, int64_t g, bool decodes, int64_t phase, int64_t iteration) {
@@ -128,13 +128,14 @@ protected:
         for (int64_t q : joined_) {
             Query &query = queries[q];
             if (query.made) query.left -= gives_token_;  // encoded again: one more token
-            enter(group, g, q, query.inputs + query.made, query.left);
+            enter(group, g, q, context(q), query.left);
         }
         work(group, !encodes ? xgpt_replay::DECODE
                     : decodes ? xgpt_replay::MIXED
                               : xgpt_replay::ENCODE, g, phase, iteration);
     }
     void note_memory() {
+        if (!line.is_told) return;
         int64_t held = 0;
         for (const Group &group : groups_) held += group.room.held;
         line.note_memory(held, now_);

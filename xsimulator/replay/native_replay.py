@@ -193,7 +193,7 @@ def _of_rooms(job: ReplayJob, rooms: Rooms, slots: Sequence[int], kind: int, fac
              room.evicts, room.unit, room.spare, forecasts[-1].shape[1]]
     return _NativeInput(kind, [*terms, *facts], figures, lengths.reserves,
                         [np.array(slots, np.int64), *forecasts],
-                        -(-needed // room.unit) * room.unit > room.tokens)
+                        needed > room.tokens // room.unit * room.unit)
 
 
 def _forecasts(job: ReplayJob, forecaster: Forecaster) -> Sequence[IntArray] | None:
