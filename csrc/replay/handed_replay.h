@@ -42,8 +42,8 @@ struct Given {
 
 class Replay {
 public:
-    Replay(const Given &given, const xgpt_waa::EncodeRule &encode, int64_t encode_groups,
-           const xgpt_waa::DecodeRule &decode, int64_t decode_groups,
+    Replay(const Given &given, xgpt_waa::EncodeRule &encode, int64_t encode_groups,
+           xgpt_waa::DecodeRule &decode, int64_t decode_groups,
            xgpt_times::Clock &encode_clock, xgpt_times::Clock &decode_clock,
            const xgpt_times::Blocks &handover_s)
         : queries(given.queries), encoding(encode_clock, given.factors, given.is_told, encode_groups),
@@ -78,8 +78,8 @@ private:
         }
     };
     Given given_;
-    xgpt_waa::EncodeRule encode_;
-    xgpt_waa::DecodeRule decode_;
+    xgpt_waa::EncodeRule &encode_;
+    xgpt_waa::DecodeRule &decode_;
     xgpt_times::Blocks handover_s_;
     std::priority_queue<Event> events_;
     int64_t sequence_ = 0, coming_ = 0;
@@ -186,6 +186,7 @@ private:
     }
     void execute(Group &group, int64_t g, double now) {
         xgpt_replay::Line &line = decoding.line;
+        report(now);
         for (int64_t query : step_.handed) line.sizes.handed += given_.inputs[query];
         join(group, g, step_.handed);
         if (step_.decodes) {
@@ -210,9 +211,7 @@ private:
             decoding.line.chunk(chunk.query, chunk.first, chunk.tokens);
             if (chunk.first) continue;
             begin(chunk.query, now);
-            encode_.begun(chunk.query);
         }
-        give(now);
         decoding.line.sizes.encoded = static_cast<int64_t>(step_.joined.size());
         join(group, g, step_.joined);
         if (given_.gives_token) group.first = step_.joined;
@@ -244,6 +243,19 @@ private:
         at(link_free_s_, ARRIVAL, ARRIVE, static_cast<int64_t>(under_way_.size()));
         under_way_.push_back(std::move(leaving));
         return link_free_s_;
+    }
+    /* _on_step */
+    void report(double now) {
+        const bool has_joined =
+            decode_.tells_joined && !(step_.handed.empty() && step_.joined.empty());
+        if (has_joined) {
+            encode_.joined(step_.handed, step_.phase);
+            encode_.joined(step_.joined, step_.phase);
+            wake(encoding, now);
+        }
+        for (const xgpt_waa::Chunk &chunk : step_.chunks)
+            if (!chunk.first) encode_.begun(chunk.query);
+        if (has_joined || !step_.chunks.empty()) give(now);
     }
     void give(double now) {
         int64_t count = 0;

@@ -85,15 +85,17 @@ Found *batched(const Arguments &args, double *times) {
 Found *handed(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
     const double *figures = args.reals(2);
-    const xgpt_waa::Asked asked = {args.ints(5), args.ints(4)};
+    const xgpt_waa::Asked asked = {facts[0], args.ints(5), args.ints(4),
+                                   {facts[8], facts[16], facts[17], 0, 1, 1}};
+    xgpt_waa::EncodeRule encode({facts[6], facts[4], facts[7], facts[9], facts[10], facts[11],
+                                 figures[3]}, {figures[1], figures[2]}, asked);
+    xgpt_waa::DecodeRule decode({facts[5], facts[12], facts[13], facts[14]}, asked);
     const auto fetch = reinterpret_cast<xgpt_times::Fetch>(const_cast<void *>(args.given[10]));
     xgpt_handing::Replay replay(
         {facts[0], facts[1], facts[2], facts[3], args.reals(3), args.ints(4), args.ints(6),
          args.ints(7), args.reals(8)},
-        xgpt_waa::EncodeRule({facts[6], facts[4], facts[7], facts[8], facts[9], facts[10], facts[11],
-                              figures[3]}, {figures[1], figures[2]}, asked), facts[4],
-        xgpt_waa::DecodeRule({facts[5], facts[12], facts[13], facts[14]}, asked, facts[0]), facts[5],
-        args.clock(0), args.clock(9), xgpt_times::Blocks(fetch, 0, facts[15], 1));
+        encode, facts[4], decode, facts[5], args.clock(0), args.clock(9),
+        xgpt_times::Blocks(fetch, 0, facts[15], 1));
     replay.run();
     auto *found = new Found{{}, {}, std::move(replay.sent)};
     keep(*found, replay.encoding.line);
@@ -137,9 +139,9 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  * requests in the system; KV tokens of the decode and of the encode pool; planned active
  * requests of the decode pool; tokens of its stock of inputs; most requests of its groups;
  * tokens of a chunk (0: none); active requests from which on it begins no input (0: no limit);
- * tokens of handovers in a block. Figures are as above. In place of slots: order[requests] of
- * arrival, arrival_s[requests], the clock of the decode pool, and the function that finds blocks
- * of the handover's seconds.
+ * tokens of handovers in a block; rule of admission to the decode pool, and `after_free` of
+ * room.h. Figures are as above. In place of slots: order[requests] of arrival, arrival_s[requests],
+ * the clock of the decode pool, and the function that finds blocks of the handover's seconds.
  *
  * Writes start, first token and last token of each request into times[3][requests] (nan: never),
  * and behind these its number of evictions. Returns the argument of the calls below, or nullptr

@@ -112,6 +112,9 @@ public:
         if (terms_.rule != RESERVE) held += needed();
         steps_ += 1;
     }
+    void advance_to(int64_t step) {
+        while (steps_ < step) advance();
+    }
     void finish(int64_t q) {
         Request &one = of(q);
         if (terms_.rule == RESERVE) {

@@ -240,18 +240,20 @@ def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
     if (type(encode) is not WaaEncodeRule or type(decode) is not WaaDecodeRule
             or (source.name, target.name) != (link.source, link.target)
             or (source.role, target.role) != ("encode", "decode") or not len(job.arrival_s)
-            or link.release != encode.release or encode.waiting or decode.tells_joined
+            or link.release != encode.release or encode.waiting
             or (encode.limits.stock_tokens and decode.inputs is None)):
         return None
     order = np.argsort(job.arrival_s, kind="stable")
     never_fit = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
     limits, sizer, chunks = encode.limits, encode.sizer, decode.inputs
+    room = decode.rooms.of_group[0]
     return _NativeInput(
         _HANDED, [encode.num_groups, decode.num_groups, limits.encode_batch, limits.max_in_system,
                   encode.kv_tokens, encode.encode_kv_tokens, limits.planned_active,
                   limits.stock_tokens,
                   decode.group_max_active, 0 if chunks is None else chunks.limit,
-                  0 if decode.planned == math.inf else int(decode.planned), ROW_BLOCK],
+                  0 if decode.planned == math.inf else int(decode.planned), ROW_BLOCK,
+                  ADMISSION_RULES.index(room.rule), room.after_free],
         [sizer.mean_input, sizer.adjustment, limits.target_active], lengths.reserves,
         [order, np.ascontiguousarray(job.arrival_s)], never_fit)
 

@@ -221,13 +221,15 @@ def waa_rules_of(rng, mean_input, *, has_chunks):
         encode_batch=batch, max_in_system=in_system,
         target_active=float(rng.choice([0.0, rng.uniform(0.5, 40.0)])),
         planned_active=planned, stock_tokens=int(rng.integers(1, 900)) * has_chunks)
+    admission = Admission(rule=str(rng.choice(["reserve", "future-peak"])))
     under_way, chunk = int(rng.integers(1, 4)), int(rng.integers(1, 300)) * has_chunks
     begins = int(rng.choice([0, planned]))
     return lambda: [
         WaaEncodeRule(limits, num_groups=under_way, kv_tokens=kv_tokens,
-                      encode_kv_tokens=encode_kv, sizer=sizer),
+                      encode_kv_tokens=encode_kv, sizer=sizer, admission=admission),
         WaaDecodeRule(num_groups=groups, group_max_active=-(-in_system // groups),
-                      kv_tokens=kv_tokens, encode_chunk=chunk, planned_active=begins)]
+                      kv_tokens=kv_tokens, encode_chunk=chunk, planned_active=begins,
+                      admission=admission)]
 
 
 @pytest.mark.parametrize("has_chunks", [False, True], ids=["whole", "chunks"])
