@@ -90,7 +90,9 @@ class Simulation(Printed):
         verdict = "no limit" if math.isinf(limit_s) else (
             f"limit {format_seconds(limit_s)} "
             f"{'met' if (of.steady_latency_s or of.latency_p99_s) <= limit_s else 'MISSED'}")
-        steady = "the job is too short to have one" if of.steady_throughput_qps is None else (
+        why = "batches are formed of the whole job" if own.variables.get("batches") else (
+            "the job is too short")
+        steady = f"none: {why}" if of.steady_throughput_qps is None else (
             f"{plain(of.steady_throughput_qps)} requests/s (formula: "
             f"{own.figures.throughput_qps / of.steady_throughput_qps - 1:+.1%})")
         return "\n".join([
@@ -222,7 +224,7 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
         results, result = replay_steady(problem, timing, estimate, queries)
     else:
         results = [result := replayer_of(problem, timing, estimate).run(queries)]
-    if not result.is_timed:
+    if not result.is_timed or estimate.variables.get("batches"):
         return result, None, math.nan
     own = [steady_figures(one, problem.constraint, problem.lengths.outputs) for one in results]
     steady = combine_unlike(own)
