@@ -210,11 +210,10 @@ def _with_evicting(reading: Reading, schedule: FixedSchedule, rows: Sequence[Pol
     requests may outgrow what `admission` takes. `rows`: the policies that have its variables."""
     if admission.rule is None:
         return schedule
-    able = [row for row in rows if any(
-        one.name == "admission" for one in fields(row.load("controls")))]
+    able = [row for row in rows if row.admits]
     if not able:
         reading.reject("schedule.admission", f"{AUTO} (or left out) with "
-                       f"{', '.join(row.name for row in rows)}: static batches admit none later")
+                       f"{', '.join(row.name for row in rows)}: batches of a fixed size")
     # those of two pools cannot: a request that was handed over is not encoded again
     fixed = [row.name for row in able if len(row.pools) > 1 and admission.may_overflow]
     if fixed and schedule.policies:
