@@ -180,7 +180,7 @@ class DeadlineTally:
 
     def __init__(self, plan: RunPlan) -> None:
         spool = spool_of(plan.output)
-        self._plan, self._deadlines_s = plan, spool and spool.deadlines_s
+        self._plan, self._deadlines_s = plan, None if spool is None else spool.deadlines_s
         self.expired, self.began_s = list[int](), 0.0
         self._of = self._in_time = 0
 
