@@ -1,11 +1,13 @@
 """The schedule that has enough requests of a job in time.
 
 Deadlines, as the makespan, are limits on the whole job: replays of its own requests tell how many
-are in time. If the schedule with the most throughput has too few, configurations of lower latency
-follow, of each latency the one with the most throughput."""
+are in time, in the input's order or by rising deadlines. If the schedule with the most throughput
+has too few, configurations of lower latency follow, of each latency the one with the most
+throughput."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
@@ -23,15 +25,24 @@ def best_in_time(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                  cuts: Callable[[], bool] = lambda: False) -> Schedule:
     """`schedule` if enough of the job's requests are in time by it. Else the quickest found that
     has enough, or the one with the most. Arguments: see xscheduler.makespan.best_for_job."""
-    count, clock = problem.num_queries, JobClock(problem, evaluator, schedule)
-    margins, limit_s = Margins(problem, evaluator), schedule.bound.limit_s
+    count, limit_s = problem.num_queries, schedule.bound.limit_s
+    margins, asked = Margins(problem, evaluator), problem.adjustment
+    orders = [margins]
+    if asked.order == "auto":  # the order is chosen later: xscheduler.ordering
+        by_deadline = replace(problem, adjustment=replace(
+            asked, order="deadline", window=asked.window or 0))
+        orders.append(Margins(by_deadline, Evaluator(by_deadline, evaluator.timing)))
 
     def judged(estimate: Estimate) -> tuple[bool, float]:
         """(whether too few are in time, seconds of the job or, if so, of the deadline it needs)"""
-        found = deadline_prospect(margins, clock.roomy(estimate), has_margin=has_margin)
-        if found is None or not math.isfinite(seconds := clock(estimate, None)):
-            return True, math.inf
-        return (False, seconds) if found.is_kept else (True, found.with_margin_s)
+        best = True, math.inf
+        for of in orders:
+            clock = JobClock(of.problem, of.evaluator, schedule)
+            found = deadline_prospect(of, clock.roomy(estimate), has_margin=has_margin)
+            if best[0] and found is not None and math.isfinite(seconds := clock(estimate, None)):
+                best = min(best, (False, seconds) if found.is_kept else (
+                    True, found.with_margin_s))
+        return best
 
     if problem.constraint.bound_on("deadline") is None or not count or problem.observes:
         return schedule

@@ -34,9 +34,10 @@ def in_chosen_order(problem: Problem, schedule: Schedule) -> Problem:
 
 
 def with_order(problem: Problem, timing: TimingSource, schedule: Schedule, *,
-               is_free: bool = True) -> Schedule:
+               is_free: bool = True, longer: float = 1.0) -> Schedule:
     """The schedule with the order that the job asks for. If the job leaves it open and `is_free`,
-    the quickest order that keeps the limits as well as the input's."""
+    the quickest order that keeps the limits as well as the input's. `longer`: safety margin on the
+    deadlines, a factor."""
     asked = problem.adjustment
     if asked.order == "input" or (asked.order == "auto" and not is_free):
         return schedule
@@ -47,7 +48,7 @@ def with_order(problem: Problem, timing: TimingSource, schedule: Schedule, *,
     if lengths is None or not len(lengths.inputs):
         return schedule
     try:
-        return _Trials(problem, timing, schedule, lengths).best(
+        return _Trials(problem, timing, schedule, lengths, longer).best(
             (WINDOW, 0) if asked.window is None else (asked.window,))
     except XgptError:  # times that the profile refuses
         return schedule
@@ -78,8 +79,9 @@ class _Trials:
     """Replays of a job's requests in different orders, with the same outputs."""
 
     def __init__(self, problem: Problem, timing: TimingSource, schedule: Schedule,
-                 lengths: QueryLengths) -> None:
+                 lengths: QueryLengths, longer: float) -> None:
         self._problem, self._schedule, self._total = problem, schedule, len(lengths.inputs)
+        self._longer = longer
         is_known = lengths.outputs is not None or problem.observes
         self._lengths = evenly_spread(problem, lengths, min(
             self._total, MOST_ORDERED if is_known else MOST_SAMPLED))
@@ -119,7 +121,7 @@ class _Trials:
         late, bound = 0.0, problem.constraint.bound_on("deadline")
         if bound is not None:
             own_s = self._lengths.deadlines_s
-            ends_s = [one.times.last_token_s * (makespan / one.makespan_s)
+            ends_s = [one.times.last_token_s * (self._longer * makespan / one.makespan_s)
                       for one, makespan in zip(results, makespans_s, strict=True)]
             is_late = np.array(ends_s) > (bound.limit_s if own_s is None else own_s[order])
             late = max(float(is_late.mean()) - (1 - bound.quantile), 0.0)

@@ -114,13 +114,15 @@ class Planner:
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
             is_job = self.options.horizon == "job" and not self.options.untimed
-            schedule = with_order(self._narrowed, self.timing, schedule,
+            has_margin = self.options.has_margin and not self.options.untimed
+            longer = Margins(problem, self._evaluator).margin(
+                schedule.estimate, "deadline").factor if is_job and has_margin else 1.0
+            schedule = with_order(self._narrowed, self.timing, schedule, longer=longer,
                                   is_free=is_job and not self.options.is_rough)
             evaluator = self._evaluator if schedule.order == "input" else Evaluator(
                 in_chosen_order(self._narrowed, schedule), self.timing)
             schedule = with_prospects(schedule, Margins(problem, evaluator), self._tell,
-                              is_job=self.options.horizon == "job",
-                              has_margin=self.options.has_margin and not self.options.untimed)
+                              is_job=self.options.horizon == "job", has_margin=has_margin)
         return _with_idle_note(problem, schedule.changed(hardware_qps=roofline_limit_qps(problem)))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:

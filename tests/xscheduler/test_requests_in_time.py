@@ -9,7 +9,7 @@ import pytest
 from problems import roofline_of, toy_problem
 
 from xgpt.core.constraint import deadline_bound
-from xgpt.core.controls import FixedSchedule
+from xgpt.core.controls import ORDERS, Adjustment, FixedSchedule
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem, QueryLengths
@@ -19,13 +19,14 @@ from xsimulator.replay.prediction import EndTimes
 from xsimulator.roofline_limit import num_surely_late
 
 
-def problem_of(deadlines_s, attainment=0.95, count=100) -> Problem:
+def problem_of(deadlines_s, attainment=0.95, count=100, order="input") -> Problem:
     """A job of `count` requests of known lengths, all of one deadline or each of its own."""
     rng, toy = np.random.default_rng(7), toy_problem(
         per_node=2, fixed=FixedSchedule(policies=("rra",)))
     inputs, outputs = rng.integers(2, 9, count), rng.integers(1, 20, count)
     return replace(
-        toy, num_queries=count, lengths=joint_empirical(np.stack([inputs, outputs], axis=1)),
+        toy, num_queries=count, adjustment=Adjustment(order=order),
+        lengths=joint_empirical(np.stack([inputs, outputs], axis=1)),
         constraint=replace(toy.constraint, bounds=(
             *toy.constraint.bounds, deadline_bound(attainment=attainment))),
         queries=QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs,
@@ -82,3 +83,17 @@ def test_the_schedule_with_enough_in_time_is_chosen_and_none_refused_with_what_c
     longer = 1.001 * refused.value.tightest_s / tight_s[-1]
     enough = plan(problem_of(tight_s * longer, attainment=0.9), timing)
     assert enough.prospects[0].is_kept
+
+
+def test_the_order_by_deadlines_has_in_time_what_the_input_order_has_not():
+    """The second half of the requests is wanted first."""
+    free = problem_of(1e9)
+    timing = roofline_of(free)
+    took_s = predict(free, timing, plan(free, timing).estimate).wall_s
+    wanted_s = np.where(np.arange(100) < 50, 1e9, 0.8 * took_s)
+    for order in ("deadline", "auto"):
+        found = plan(problem_of(wanted_s, order=order), timing)
+        assert found.order in ({order} if order == "deadline" else {*ORDERS} - {"input"})
+        assert found.prospects[0].is_kept
+    with pytest.raises(InfeasibleError, match="0.95 of the 100 requests"):
+        plan(problem_of(wanted_s), timing)
