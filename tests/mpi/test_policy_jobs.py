@@ -43,7 +43,7 @@ def test_submit_runs_what_the_job_names(tmp_path, profiled, policy, family, rank
     job = write_job(tmp_path, directory, requests, ranks=ranks,
                     schedule=f"policy: {policy}, replicas: 1, {chunk}{more}")
     # in blocks, as on GPUs: test_exact_runs.py has WAA in rows
-    layout = ["run.kv_layout=blocks"] if policy == "waa-c" else []
+    layout = ["run.kv_layout=blocks", "schedule.admission=future-peak"] if policy == "waa-c" else []
     done = call("submit", job, "--json", *sets(*layout), env=profiled(family, ranks))
     results, metrics = answered(out, queries, reference), json.loads(done.stdout)
     assert [(e["line"], e["id"]) for e in read_lines(out / "errors.jsonl")] == [
@@ -73,6 +73,7 @@ def test_submit_runs_what_the_job_names(tmp_path, profiled, policy, family, rank
     assert (len(latencies) <= 8) == (policy in ("ft", "dsi")), "results come batch by batch"
     if policy == "waa-c":
         assert json_of(out / "run.json")["kv_in_blocks"] is True
+        assert estimate.controls.admission.rule == "future-peak"
         encode, decode = metrics["stages"]
         assert encode["handover_bytes"] == decode["handover_bytes"] > 0 < encode["handover_s"]
         assert all(s["kind"] == s["role"] for s in steps)
