@@ -18,6 +18,8 @@ enum Rule : int64_t { GREEDY, RESERVE_STATIC, RESERVE_DYNAMIC, FUTURE_PEAK, RESE
  * free. */
 struct Terms {
     int64_t tokens, rule, after_free, evicts, unit, spare;
+
+    bool is_planned() const { return rule != RESERVE && rule != GREEDY; }
 };
 
 /* A request. `written`: output tokens of an evicted one, to encode with its input; `left`: tokens
@@ -89,7 +91,7 @@ public:
         if (terms_.rule == RESERVE) {
             held += reserved(q);
         } else {
-            one.left = is_planned() ? requests_->left(q) : 0;
+            one.left = terms_.is_planned() ? requests_->left(q) : 0;
             held += in_units(requests_->tokens(q));
             whole_ += requests_->tokens(q) + one.left;
         }
@@ -106,7 +108,7 @@ public:
         one.base = tokens - steps_;
         one.end = steps_ + one.left;
         starting_[residue(one.base)] += 1;
-        if (is_planned()) insert({one.end, one.base, q});
+        if (terms_.is_planned()) insert({one.end, one.base, q});
     }
     void advance() {
         if (terms_.rule != RESERVE) held += needed();
@@ -122,7 +124,7 @@ public:
         } else if (one.decodes) {
             held -= in_units(one.base + steps_);
             starting_[residue(one.base)] -= 1;
-            if (is_planned())
+            if (terms_.is_planned())
                 ends_.erase(std::lower_bound(ends_.begin(), ends_.end(),
                                              End{one.end, one.base, q}));
         } else {
@@ -153,7 +155,6 @@ private:
     std::vector<End> ends_;           // of decoding requests, in order
 
     Request &of(int64_t q) { return requests_->all[q]; }
-    bool is_planned() const { return terms_.rule != RESERVE && terms_.rule != GREEDY; }
     int64_t reserved(int64_t q) const { return in_units(requests_->reserves[q]); }
     int64_t in_units(int64_t tokens) const {
         if (terms_.unit == 1) return tokens;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <limits>
 #include <vector>
 
 #include "batch_sizer.h"
@@ -24,16 +23,17 @@ struct Asked {
 /* Requests, each forecast at its cap, which counts `ahead` tokens more; and `more` other ones. */
 struct Capped : xgpt_room::Requests {
     Capped(const Asked &asked, int64_t ahead, int64_t more)
-        : Requests{}, unlimited_(asked.queries + more, std::numeric_limits<int64_t>::max()) {
-        all.resize(unlimited_.size());
-        for (int64_t q = 0; q < asked.queries; ++q)
-            all[q] = {asked.reserves[q] + ahead, asked.inputs[q]};
-        first = unlimited_.data();
+        : Requests{}, own_inputs(asked.inputs, asked.inputs + asked.queries),
+          own_reserves(asked.reserves, asked.reserves + asked.queries) {
+        for (int64_t &one : own_reserves) one += ahead;
+        for (auto *own : {&own_inputs, &own_reserves}) own->resize(asked.queries + more);
+        all.resize(own_inputs.size());
+        inputs = own_inputs.data();
+        first = reserves = own_reserves.data();
     }
     Capped(const Capped &) = delete;
 
-private:
-    std::vector<int64_t> unlimited_;
+    std::vector<int64_t> own_inputs, own_reserves;
 };
 
 /* WaaEncodeRule; `groups` is the number of steps that may be under way. */
@@ -119,7 +119,8 @@ private:
         return query;
     }
     bool is_free(int64_t wanted, int64_t tokens) {
-        requests_.all.back() = {wanted, tokens};
+        requests_.own_inputs.back() = tokens;
+        requests_.own_reserves.back() = wanted;
         return system_.has_room(asked_.queries, false);
     }
     bool has_room() {
