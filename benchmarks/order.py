@@ -1,4 +1,4 @@
-"""What the order of requests brings: makespans by replay, and of real runs on CPU ranks.
+"""Makespans of jobs by the order of their requests: by replay, and of real runs on CPU ranks.
 
     python benchmarks/order.py [--data FOLDER] [--measured FOLDER] [--out benchmarks/results]
 

@@ -2,7 +2,6 @@
 replay. Long outputs that begin early shorten the drain, and static batches of like outputs waste
 fewer steps."""
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,8 +47,7 @@ def with_order(problem: Problem, timing: TimingSource, schedule: Schedule, *,
     if lengths is None or not len(lengths.inputs):
         return schedule
     try:
-        return _Trials(problem, timing, schedule, lengths, longer).best(
-            (WINDOW, 0) if asked.window is None else (asked.window,))
+        return _in_best_order(problem, timing, schedule, lengths, longer)
     except XgptError:  # times that the profile refuses
         return schedule
 
@@ -62,77 +60,62 @@ class _Trial(NamedTuple):
     limited_s: FloatArray
     late: float
 
-    def is_better(self, other: "_Trial") -> bool:
-        """Whether fewer requests are late than in `other`, or as few, and it is worth it."""
-        return self.late < other.late or (
-            self.late == other.late and self.saving(other) >= WORTH)
-
     def saving(self, other: "_Trial") -> float:
         """Share of `other`'s makespan that this order saves; 0 if it may be chance."""
         saved_s = other.makespans_s - self.makespans_s
-        error_s = saved_s.std(ddof=1) / math.sqrt(len(saved_s)) if len(saved_s) > 1 else 0.0
+        error_s = saved_s.std(ddof=1) / len(saved_s) ** 0.5 if len(saved_s) > 1 else 0.0
         share = float(saved_s.mean() / other.makespans_s.mean())
         return share if saved_s.mean() > SURE * error_s else 0.0
 
 
-class _Trials:
-    """Replays of a job's requests in different orders, with the same outputs."""
+def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
+                   lengths: QueryLengths, longer: float) -> Schedule:
+    """The schedule in the quickest order by replays with the same outputs. `lengths`: of all
+    requests, some of which are replayed. `longer`: as of with_order."""
+    total, is_known = len(lengths.inputs), lengths.outputs is not None or problem.observes
+    own = evenly_spread(problem, lengths, min(total, MOST_ORDERED if is_known else MOST_SAMPLED))
+    replayer = replayer_of(problem, timing, schedule.estimate, has_steps=False)
+    constraint, places = problem.constraint, np.arange(len(own.inputs))
+    bound = constraint.bound_on("deadline")
 
-    def __init__(self, problem: Problem, timing: TimingSource, schedule: Schedule,
-                 lengths: QueryLengths, longer: float) -> None:
-        self._problem, self._schedule, self._total = problem, schedule, len(lengths.inputs)
-        self._longer = longer
-        is_known = lengths.outputs is not None or problem.observes
-        self._lengths = evenly_spread(problem, lengths, min(
-            self._total, MOST_ORDERED if is_known else MOST_SAMPLED))
-        self._replayer = replayer_of(problem, timing, schedule.estimate, has_steps=False)
-
-    def best(self, windows: tuple[int, ...]) -> Schedule:
-        """The schedule in the quickest order within one of the windows (0: the whole job)."""
-        count, best = len(self._lengths.inputs), self._schedule
-        own = first = self._trial(np.arange(count))
-        known = {np.arange(count).tobytes()}
-        if not np.isfinite(first.makespans_s).all():
-            return best
-        for window in windows:
-            # of a longer job the replayed part does not show what sorting all of it brings
-            trials = dict[Order, _Trial]()
-            for name in TRIED if window or count == self._total else ("random",):
-                order = run_order(name, window, self._lengths, self._problem.seed)
-                if (key := order.tobytes()) not in known:
-                    known.add(key)
-                    trials[name] = self._trial(order)
-            kept = [name for name, trial in trials.items() if self._is_kept(trial, first)]
-            quickest = min(kept, key=lambda name: (
-                trials[name].late, trials[name].makespans_s.mean()), default=None)
-            if quickest is not None and trials[quickest].is_better(own):
-                own = trials[quickest]
-                best = self._schedule.changed(order=quickest, window=window,
-                                              order_gain=max(own.saving(first), 0.0))
-        return best
-
-    def _trial(self, order: IntArray) -> _Trial:
-        problem, count = self._problem, len(order)
-        results = [*job_replays(self._replayer, count, np.random.default_rng(problem.seed),
-                                known=self._lengths, order=order, replays=REPLAYS)]
-        if not all(one.is_timed for one in results):
-            return _Trial(np.array([np.inf]), np.full(3, np.inf), 1.0)
-        makespans_s = np.array([makespan_s(one, self._total) for one in results])
-        late, bound = 0.0, problem.constraint.bound_on("deadline")
+    def trial(order: IntArray) -> _Trial:
+        results = [*job_replays(replayer, len(order), np.random.default_rng(problem.seed),
+                                known=own, order=order, replays=REPLAYS)]
+        makespans_s = np.array([makespan_s(one, total) for one in results])
+        late = 0.0
         if bound is not None:
-            own_s = self._lengths.deadlines_s
-            ends_s = [one.times.last_token_s * (self._longer * makespan / one.makespan_s)
-                      for one, makespan in zip(results, makespans_s, strict=True)]
-            is_late = np.array(ends_s) > (bound.limit_s if own_s is None else own_s[order])
-            late = max(float(is_late.mean()) - (1 - bound.quantile), 0.0)
-        return _Trial(makespans_s, np.mean([
-            limited_s(one.times, one.output_tokens, problem.constraint, problem.lengths.outputs)
-            for one in results], axis=0), late)
+            due_s = bound.limit_s if own.deadlines_s is None else own.deadlines_s[order]
+            ends_s = np.array([one.times.last_token_s * (longer * whole_s / one.makespan_s)
+                               for one, whole_s in zip(results, makespans_s, strict=True)])
+            late = max(float((ends_s > due_s).mean()) - (1 - bound.quantile), 0.0)
+        with np.errstate(invalid="ignore"):  # infinite: unknown times
+            return _Trial(makespans_s, np.mean([
+                limited_s(one.times, one.output_tokens, constraint, problem.lengths.outputs)
+                for one in results], axis=0), late)
 
-    def _is_kept(self, trial: _Trial, first: _Trial) -> bool:
-        """Whether an order keeps the limits with the schedule's margin, or as well as the input's
-        order does."""
-        constraint = self._problem.constraint
-        limits_s = np.array([self._schedule.bound.limit_s, constraint.limit_s("ttft"),
-                             constraint.limit_s("tpot")]) / self._schedule.margin.factor
-        return not (trial.limited_s > np.maximum(limits_s, first.limited_s)).any()
+    first = best = trial(places)
+    if not np.isfinite(first.makespans_s).all():
+        return schedule
+    limits_s = np.maximum(first.limited_s, np.array([
+        schedule.bound.limit_s, constraint.limit_s("ttft"), constraint.limit_s("tpot")])
+        / schedule.margin.factor)
+    seen, chosen, asked = {places.tobytes()}, schedule, problem.adjustment.window
+    for window in (WINDOW, 0) if asked is None else (asked,):
+        trials = dict[Order, _Trial]()
+        # of a longer job the replayed part does not show what sorting all of it brings
+        for name in TRIED if window or len(places) == total else ("random",):
+            order = run_order(name, window, own, problem.seed)
+            if (key := order.tobytes()) not in seen:
+                seen.add(key)
+                found = trial(order)
+                if np.isfinite(found.makespans_s).all() and not (
+                        found.limited_s > limits_s).any():
+                    trials[name] = found
+        if trials:
+            name, found = min(trials.items(), key=lambda one: (
+                one[1].late, one[1].makespans_s.mean()))
+            if found.late < best.late or (
+                    found.late == best.late and found.saving(best) >= WORTH):
+                best, chosen = found, schedule.changed(
+                    order=name, window=window, order_gain=max(found.saving(first), 0.0))
+    return chosen

@@ -53,7 +53,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
                     "replica needs one")
     if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
-    refuse([*_wrong_forecast(job, shape, requests), *_wrong_order(job, requests)])
+    refuse(_wrong_forecast(job, shape, requests))
     lengths = resolve_lengths(job, shape, requests)
     constraint, deadlines_s = with_deadlines(job, requests, start or datetime.now())
     # for a request without a cap of its own: the job's, else the longest planned for
@@ -122,7 +122,7 @@ def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec
 
 
 def _wrong_forecast(job: Job, model: ModelSpec, requests: Requests | None) -> Iterator[Mistake]:
-    """Yields what forecasts and admission lack, of the requests or the model."""
+    """Yields what forecasts, admission and order lack, of the requests or the model."""
     admission, files = job.adjustment.admission, job.workload.requests
     asked = admission.forecast
 
@@ -139,29 +139,17 @@ def _wrong_forecast(job: Job, model: ModelSpec, requests: Requests | None) -> It
                       "encoder-decoder model: a request is not encoded again with its output")
     if asked.is_given and requests is None:
         yield mistake("forecast", asked.kind, "another kind without a file of requests")
-    needed = "forced_tokens" if asked.needs_outputs else (
-        "forecast_tokens" if asked.kind == COLUMN else "")
-    if requests is not None and files is not None and needed in requests.lacking:
-        count, file, line = requests.lacking[needed]
-        yield mistake("forecast", asked.kind, f"of requests that all have {needed}: {count:,} of "
-                      f"{len(requests):,} have none, the first in {files.place(file, line)}")
-
-
-def _wrong_order(job: Job, requests: Requests | None) -> Iterator[Mistake]:
-    """Yields the deadlines that `order: deadline` lacks."""
-    files = job.workload.requests
-    if job.adjustment.order != "deadline" or math.isfinite(job.constraint.limit_s("deadline")):
-        return
-    which = "none has one"
-    if requests is not None and files is not None:
-        if "deadline_s" not in requests.lacking:
-            return
-        count, file, line = requests.lacking["deadline_s"]
-        which = (f"{count:,} of {len(requests):,} have none, the first in "
-                 f"{files.place(file, line)}")
-    yield Mistake(file=str(job.source), line=None, key="schedule.order", value="deadline",
-                  allowed="another order, or requests that all have deadline_s "
-                  f"(constraint.deadline_s gives one to all): {which}")
+    is_due = job.adjustment.order == "deadline" and math.isinf(job.constraint.limit_s("deadline"))
+    if is_due and requests is None:
+        yield mistake("order", "deadline", "another without constraint.deadline_s")
+    for key, value, needed in (
+            ("forecast", asked.kind, "forced_tokens" if asked.needs_outputs else (
+                "forecast_tokens" if asked.kind == COLUMN else "")),
+            ("order", "deadline", "deadline_s" if is_due else "")):
+        if requests is not None and files is not None and needed in requests.lacking:
+            count, file, line = requests.lacking[needed]
+            yield mistake(key, value, f"of requests that all have {needed}: {count:,} of "
+                          f"{len(requests):,} have none, the first in {files.place(file, line)}")
 
 
 def resolve_cluster(job: Job) -> Cluster:

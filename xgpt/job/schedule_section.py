@@ -225,17 +225,15 @@ def _with_evicting(reading: Reading, schedule: FixedSchedule, rows: Sequence[Pol
 
 def _order_of(reading: Reading, own: Any) -> dict[str, Any]:
     """The order of requests and its window; `shuffle` is another name of `order: random`."""
-    order, window = own.order, own.window
-    if own.shuffle is not None:
-        order = "random" if own.shuffle else "input"
-        window = None if isinstance(own.shuffle, bool) else own.shuffle
-        for key in ("order", "window"):
-            if reading.has(f"schedule.{key}"):
-                reading.reject(f"schedule.{key}", "not beside `shuffle`, which says the same: "
-                               f"shuffle {own.shuffle} is `order: {order}`")
-    elif order == "input" and window is not None:
-        reading.reject("schedule.window", "only with an order other than `input`")
-    return {"order": order, "window": window}
+    if own.shuffle is None:
+        if own.order == "input" and own.window is not None:
+            reading.reject("schedule.window", "only with an order other than `input`")
+        return {"order": own.order, "window": own.window}
+    for key in ("order", "window"):
+        if reading.has(f"schedule.{key}"):
+            reading.reject(f"schedule.{key}", "left out beside `shuffle`")
+    return {"order": "random" if own.shuffle else "input",
+            "window": None if isinstance(own.shuffle, bool) else own.shuffle}
 
 
 def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:

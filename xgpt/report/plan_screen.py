@@ -14,14 +14,7 @@ from xgpt.core.schedule import Schedule, SizeTried, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import percent, plain
 from xgpt.report.table import alternative_cells, fact, paragraph, table
-from xgpt.report.words import (
-    PROSPECTS,
-    controls_line,
-    counted,
-    order_words,
-    placement,
-    prospect_words,
-)
+from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.admission_choice import room_words
@@ -100,7 +93,7 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     if room := room_words(schedule.estimate, problem):
         yield "KV cache", room
     if schedule.order != "input":
-        yield "order", order_words(schedule)
+        yield "order", _order(schedule)
     yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes)))
     yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
                      f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")
@@ -157,6 +150,16 @@ def _devices(schedule: Schedule, problem: Problem) -> str:
         return f"{own}: fewer are impossible (memory, roofline limit)"
     rest = f"{unruled[0]}" + f" to {unruled[-1]}" * (len(unruled) > 1)
     return f"{own}: the fewest found, not proved fewest ({rest} not ruled out)"
+
+
+def _order(schedule: Schedule) -> str:
+    """`longest outputs first, within 1,024 requests: 4 % sooner`."""
+    first, _, what = schedule.order.partition("-")
+    order = f"{first} {what}s first" if what else (
+        "earliest deadlines first" if first == "deadline" else f"{first} order")
+    within = f", within {schedule.window:,} requests" if schedule.window else ""
+    gain = f": {percent(schedule.order_gain, 0)} sooner" if schedule.order_gain else ""
+    return f"{order}{within}{gain}"
 
 
 def _latency(schedule: Schedule) -> str:

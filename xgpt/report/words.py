@@ -259,16 +259,6 @@ def value_of(estimate: Estimate, variable: str) -> int | None:
     return value
 
 
-def order_words(schedule: Schedule) -> str:
-    """`longest outputs first, within 1,024 requests: 4 % sooner`."""
-    first, _, what = schedule.order.partition("-")
-    order = f"{first} {what}s first" if what else (
-        "earliest deadlines first" if first == "deadline" else f"{first} order")
-    within = f", within {schedule.window:,} requests" if schedule.window else ""
-    gain = f": {percent(schedule.order_gain, 0)} sooner" if schedule.order_gain else ""
-    return f"{order}{within}{gain}"
-
-
 def controls_line(estimate: Estimate) -> str:
     """The policy and its control variables, in a few words."""
     groups, title = estimate.deployment.num_groups, policy(estimate.policy).title
