@@ -1,16 +1,19 @@
 """Jobs drawn at random, and a check that the native replay of one equals that by events."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 from problems import TakenAsTrue, problem_of
 
-from xgpt.core.controls import FixedSchedule
+from xgpt.core.controls import EvenBatches, FixedSchedule
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import QueryLengths
 from xprofiler.timing import Operator
+from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.rra import RraRule
 from xsimulator.replay import native_replay
 from xsimulator.replay.records import ReplayResult
 from xsimulator.rough.formulas import fixed_estimate
@@ -80,3 +83,27 @@ def same_both_ways(monkeypatch: pytest.MonkeyPatch,
         for name in names:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
     return quick
+
+
+def rra_of(rng, mean_input, *, has_chunks):
+    """A function that makes the same RRA rule each time."""
+    groups, even = int(rng.integers(1, 6)), EvenBatches()
+    if rng.random() < 0.6:
+        even = EvenBatches(adjustment=rng.uniform(0.02, 0.22), mean_input_tokens=mean_input,
+                           target_active=rng.integers(3) * rng.uniform(0.5, 30.0))
+    return partial(
+        RraRule, encode_batch=int(rng.integers(1, 41)), decode_iterations=int(rng.integers(1, 61)),
+        num_groups=groups, max_active=groups * int(rng.integers(1, 41)), even=even,
+        kv_tokens=groups * int(rng.integers(LONGEST, 6000)),
+        encode_chunk=int(rng.integers(1, 90)) if has_chunks else 0)
+
+
+def orca_of(rng, mean_input):
+    """A function that makes the same ORCA rule each time."""
+    groups = int(rng.integers(1, 6))
+    return partial(OrcaRule, num_groups=groups, max_active=groups + int(rng.integers(60)),
+                   kv_tokens=groups * int(rng.integers(LONGEST, 3000)))
+
+
+RULES = {"rra": partial(rra_of, has_chunks=False), "chunks": partial(rra_of, has_chunks=True),
+         "orca": orca_of}

@@ -7,21 +7,17 @@ from functools import partial
 
 import numpy as np
 import pytest
-from both_replays import LONGEST, PLANS, drawn, same_both_ways
+from both_replays import LONGEST, PLANS, RULES, drawn, same_both_ways
+from compiled import has_compiler
 
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.controls import ADMISSION_RULES, Admission, Batches, EvenBatches, Forecasting
+from xgpt.core.controls import Admission, Batches
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import QueryLengths
 from xprofiler.timing import TimingFacts
 from xrunner.rules.batch_sizer import BatchSizer
-from xrunner.rules.forecast import forecaster_of
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import PagedRule
-from xrunner.rules.room import Rooms
-from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
-from xrunner.rules.steps import StepKind, set_forecaster
+from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
 from xsimulator import native
 from xsimulator.replay import native_replay
@@ -29,7 +25,7 @@ from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.steady_replay import steady_replay
 from xsimulator.replay.steady_state import steady_figures
 
-pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no compiler")
 
 
 # --- one pool ---------------------------------------------------------------------------------
@@ -75,30 +71,6 @@ def batches_of(rng):
                    pack=rng.choice([None, int(rng.integers(1, 2000))]))
 
 
-def rra_of(rng, mean_input, *, has_chunks):
-    """A function that makes the same RRA rule each time."""
-    groups, even = int(rng.integers(1, 6)), EvenBatches()
-    if rng.random() < 0.6:
-        even = EvenBatches(adjustment=rng.uniform(0.02, 0.22), mean_input_tokens=mean_input,
-                           target_active=rng.integers(3) * rng.uniform(0.5, 30.0))
-    return partial(
-        RraRule, encode_batch=int(rng.integers(1, 41)), decode_iterations=int(rng.integers(1, 61)),
-        num_groups=groups, max_active=groups * int(rng.integers(1, 41)), even=even,
-        kv_tokens=groups * int(rng.integers(LONGEST, 6000)),
-        encode_chunk=int(rng.integers(1, 90)) if has_chunks else 0)
-
-
-def orca_of(rng, mean_input):
-    """A function that makes the same ORCA rule each time."""
-    groups = int(rng.integers(1, 6))
-    return partial(OrcaRule, num_groups=groups, max_active=groups + int(rng.integers(60)),
-                   kv_tokens=groups * int(rng.integers(LONGEST, 3000)))
-
-
-RULES = {"rra": partial(rra_of, has_chunks=False), "chunks": partial(rra_of, has_chunks=True),
-         "orca": orca_of}
-
-
 @pytest.mark.parametrize(("name", "num_kinds"), [("rra", 2), ("chunks", 3), ("orca", 3)])
 def test_rules_that_reserve(monkeypatch, name, num_kinds):
     kinds: Counter[StepKind] = Counter()
@@ -131,67 +103,6 @@ def test_paged_rules(monkeypatch, policy):
         job = paged_of(policy, np.random.default_rng(seed), ("opt-13b", "t5-11b")[seed % 3 == 2])
         evicted += same_both_ways(monkeypatch, lambda job=job: replay_job(*job)).preemptions
     assert evicted > 20, "else there was room for all"
-
-
-FORECASTS = (
-    Forecasting(), Forecasting(kind="known"), Forecasting(kind="class", width=15, accuracy=0.6),
-    Forecasting(kind="distribution", use="expected"), Forecasting(kind="distribution", use="least"),
-    Forecasting(kind="mean", bins=3), Forecasting(kind="class", width=40, use="least"))
-
-
-def tight_of(name, rng, mean_input, admission):
-    """A rule whose requests hardly fit."""
-    if name in RULES:
-        rule = RULES[name](rng, mean_input)()
-        tokens = rule.num_groups * int(rng.integers(LONGEST, 1000))
-        rule.rooms = Rooms.even(rule.num_groups, tokens, admission)
-        return rule
-    groups = int(rng.integers(1, 5))
-    return PagedRule(is_chunked=name == "sarathi", num_groups=groups, admission=admission,
-                     max_active=groups + int(rng.integers(60)),
-                     kv_tokens=groups * int(rng.integers(340, 1000)),
-                     token_budget=int(rng.integers(20, 400)))
-
-
-def looking_ahead(seed, name, admission, made, *, learns=False):
-    """A function that replays a job by a rule of this admission, which it appends to `made`."""
-    rng = np.random.default_rng(seed)
-    problem, timing, estimate, queries = drawn(
-        rng, ("opt-13b", "t5-11b")[seed % 5 == 4], "rra", (30, 160), encode_batch=4,
-        decode_iterations=9)
-    queries = replace(queries, most_outputs=np.minimum(
-        queries.outputs + rng.integers(0, 90), LONGEST - queries.inputs))
-    estimate = replace(estimate, controls=replace(estimate.controls, admission=admission))
-
-    def replayed():
-        made.append(tight_of(name, np.random.default_rng(seed), queries.inputs.mean(), admission))
-        set_forecaster(made[-1], forecaster_of(problem, admission.forecast, learns=learns))
-        return Replayer(problem, timing, estimate).run(queries, rules=[made[-1]])
-
-    return replayed
-
-
-@pytest.mark.parametrize("rule_name", ADMISSION_RULES)
-@pytest.mark.parametrize("name", [*RULES, "sarathi", "vllm"])
-def test_admission_that_looks_ahead(monkeypatch, name, rule_name):
-    evicted = 0
-    for seed, forecast in enumerate(FORECASTS):
-        admission = Admission(rule=rule_name, forecast=forecast, after_free=bool(seed % 2))
-        made = []
-        quick = same_both_ways(monkeypatch, looking_ahead(seed, name, admission, made))
-        budget = sum(room.tokens for room in made[0].rooms.of_group)
-        assert quick.pools[0].memory_tokens.max() <= budget
-        assert not np.isnan(quick.times.last_token_s).any()
-        assert made[0].rooms.evicts or not quick.preemptions
-        evicted += quick.preemptions
-    assert evicted > 5 or rule_name in ("reserve", "reserve-static"), evicted
-
-
-def test_forecasts_that_learn_are_made_by_the_rules_themselves():
-    admission = Admission(rule="future-peak", forecast=Forecasting(kind="mean"))
-    steps = [looking_ahead(0, "rra", admission, [], learns=learns)().pools[0].steps
-             for learns in (False, True)]
-    assert [isinstance(one, list) for one in steps] == [False, True]
 
 
 # --- two pools --------------------------------------------------------------------------------
