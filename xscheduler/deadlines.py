@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
+from xgpt.core.schedule import Estimate, Schedule, Status
 from xscheduler.evaluator import Evaluator
 from xscheduler.makespan import MOST_REPLAYED, JobClock, entries_within, words_of
 from xscheduler.margin import Margins
@@ -67,13 +67,9 @@ def best_in_time(problem: Problem, evaluator: Evaluator, schedule: Schedule,
             break
     if chosen is schedule.estimate:
         return schedule
-    before, words = schedule.figures, words_of(schedule.estimate)
-    row = Rejected(kind="highest in steady state", words=words, latency_s=before.latency_s,
-                   throughput_qps=before.throughput_qps, reason="has too few requests in time")
     note = (f"Chosen for the deadlines of this job's {count} requests. The schedule with the "
-            f"highest steady-state throughput ({before.throughput_qps:.4g} requests/s by {words}) "
-            "has too few in time.")
+            f"highest steady-state throughput ({schedule.figures.throughput_qps:.4g} requests/s by "
+            f"{words_of(schedule.estimate)}) has too few in time.")
     return schedule.changed(
         estimate=chosen, gap=schedule.proof.bound_qps / chosen.figures.throughput_qps - 1,
-        status=Status.JOB, explanation=(note,), rejected=(row, *schedule.rejected),
-        margin=margins.margin(chosen).kept())
+        status=Status.JOB, explanation=(note,), margin=margins.margin(chosen).kept())

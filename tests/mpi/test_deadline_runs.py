@@ -19,7 +19,7 @@ from xprofiler.profile_timing import ProfileTiming
 from xscheduler.evaluator import predict
 
 COUNT = 1500
-RRA = "policy: rra, encode_batch: 6, decode_iterations: 4"
+RRA = "policy: rra, encode_batch: 6, decode_iterations: 4, order: input"
 LATER = "constraint: {on_deadline: stop, attainment: 0.001, confidence: 0.5, deadline_s: "
 
 
@@ -46,7 +46,7 @@ def check_each_once(job: ToyJob) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "schedule"), [
-    (1, RRA), (2, f"{RRA}, replicas: 2"), (2, "policy: waa-c, encode_batch: 6")])
+    (1, RRA), (2, f"{RRA}, replicas: 2"), (2, "policy: waa-c, encode_batch: 6, order: input")])
 def test_what_half_of_the_time_leaves_is_run_by_the_same_command(tmp_path, ranks, schedule):
     whole = toy_job(tmp_path / "whole", schedule, f"{LATER}1e6}}", ranks=ranks)
     assert whole.run_to_end().returncode == 0
@@ -86,8 +86,9 @@ def test_no_line_is_lost_or_doubled_where_runs_are_killed(tmp_path):
     assert len(job.answers()) == COUNT
 
 
-POLICIES = (RRA, "policy: orca, max_active: 8", "policy: ft, encode_batch: 8",
-            "policy: sarathi, max_active: 8, token_budget: 64")
+POLICIES = (RRA, "policy: orca, max_active: 8, order: input",
+            "policy: ft, encode_batch: 8, order: input",
+            "policy: sarathi, max_active: 8, token_budget: 64, order: input")
 
 
 def submitted(job: ToyJob) -> Any:
@@ -102,7 +103,7 @@ def submitted(job: ToyJob) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", POLICIES)
 def test_the_share_in_time_is_as_predicted(tmp_path, schedule):
-    """As far as the run's steps take as long as predicted: other programs may slow down all."""
+    """Steps may be slower than predicted, all by one factor, where other programs are at work."""
     took_s = submitted(toy_job(tmp_path / "first", schedule))["wall_s"]["measured"]
     for place, spread in enumerate((0.6, 1.2)):  # of the deadlines, as a share of that time
         job = toy_job(tmp_path / f"own{place}", schedule,

@@ -10,7 +10,7 @@ from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import BoundCheck, comparisons
 from xgpt.report.output import number, text_at
 from xgpt.report.table import fact
-from xgpt.report.words import controls_line, counted, placement
+from xgpt.report.words import controls_line, counted, placement, prospect_words
 from xscheduler.admission_choice import room_words
 from xsimulator.replay.prediction import JobPrediction
 
@@ -25,7 +25,8 @@ def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction
         problem, prediction.wall_s, schedule.margin.factor)
     rows = (("time", duration), ("model", model), ("machine", machine),
             ("plan", f"{controls_line(schedule.estimate)}; {placement(schedule.estimate)}"),
-            ("KV cache", room_words(schedule.estimate, problem)), ("times", times))
+            ("KV cache", room_words(schedule.estimate, problem)), ("times", times),
+            *(("deadlines", prospect_words(one)) for one in schedule.prospects if one.share))
     return "\n".join(fact(label, text) for label, text in rows if text)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xgpt.core.system.whole_file import write_atomically
 from xrunner.comm import exchange as wire
-from xrunner.query import EXPIRED, FinishedQuery
+from xrunner.query import FinishedQuery
 from xrunner.rules.changes import Changeable, Changes, ChangesByShape, changes_of_shape
 
 
@@ -100,7 +100,6 @@ class LauncherLink:
         self._output, self._at_work, self._rule = output, at_work, rule
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but an earlier one is not
-        self._left_out = set[int]()  # expired, likewise
         self._first = self._next = first_query
         self._kept, self._limit_s = LatencyCounts(first_query, 0, 0), limit_s
         self._last_s = 0.0
@@ -116,11 +115,6 @@ class LauncherLink:
 
     def finished(self, result: FinishedQuery) -> None:
         first, done, over, failed = self._kept
-        if result.finish_reason == EXPIRED:  # it has no length, and nobody waits for it
-            if (place := self._place.pop(result.query.index, None)) is not None:
-                self._left_out.add(place)
-                self._release()
-            return
         is_over = result.latency_s > self._limit_s
         self._kept = LatencyCounts(first, done + 1, over + is_over, failed) if (
             result.output_ids) else LatencyCounts(first, done, over, failed + 1)
@@ -130,15 +124,8 @@ class LauncherLink:
             self._finished[place] = lengths
             return
         self._waiting[place] = lengths
-        self._release()
-
-    def _release(self) -> None:
-        """Reports finished requests that follow those reported."""
-        while self._next in self._waiting or self._next in self._left_out:
-            if self._next in self._left_out:
-                self._left_out.remove(self._next)
-            else:
-                self._finished[self._next] = self._waiting.pop(self._next)
+        while (lengths_of := self._waiting.pop(self._next, None)) is not None:
+            self._finished[self._next] = lengths_of
             self._next += 1
 
     def look(self, elapsed_s: float) -> None:

@@ -91,8 +91,6 @@ class RunSink:
 
     def finished(self, result: FinishedQuery) -> None:
         if self.deadlines.take(result):
-            if self.launcher is not None:
-                self.launcher.finished(result)
             return
         self._writer.write(self._parsed(result))
         self.tally.add(result)

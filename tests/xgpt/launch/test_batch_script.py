@@ -210,6 +210,7 @@ def test_a_warning_that_python_could_not_take_yet_counts_too(tmp_path):
     ("exit 75", 75),  # a stop that nobody warned of
     (WARNED.replace("exit 75", "exit 1"), 1),  # failed while it was stopping
     (WARNED.replace("exit 75", "exit 0"), 0),  # done before it could stop
+    (WARNED.replace("exit 75", "exit 4"), 4),  # requests expired at their deadlines
     (f"echo by >> stop; {WARNED}", 75)])  # a user's stop at the same time
 def test_nothing_else_goes_back_to_the_queue(tmp_path, submit, code):
     script = one_task(tmp_path, spec=SlurmSpec(prologue=('cd "$output"',)))
