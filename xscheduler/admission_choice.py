@@ -18,6 +18,7 @@ from xscheduler.replays import Replays
 from xscheduler.space import NOTHING, Cell, Point
 from xsimulator.rough.workload import Workload
 
+TIE = 0.01  # chosen: share of throughput for which the simplest rule is kept
 LOOKS = {"future-peak": "peak look-ahead", "reserve-static": "forecasts in full",
          "reserve-dynamic": "look-ahead to the next end"}
 FORECASTS = {"cap": "each request's cap", "known": "known lengths", "column": "given forecasts",
@@ -58,8 +59,8 @@ def further_cells(replayed: Mapping[Cell, Replays], best_qps: float,
         if (more := cell.further) is None or more in replayed or not cell.off:
             continue
         best = cell.best_replayed(partial(keeps.is_kept, cell))
-        if best.point is not None and _is_full(cell, best.point) and (
-                more.room * best.throughput_qps > (1 + NOTHING) * best_qps):
+        if (best.point is not None and more.room * best.throughput_qps > (1 + TIE) * best_qps
+                and _is_full(cell, best.point)):
             found[more] = replays
     return found
 

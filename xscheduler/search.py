@@ -202,8 +202,9 @@ class Search(ReplayedCells):
             self._replays |= added
             for cell in added:
                 self.cells[cell.problem.cluster.num_devices].append(cell)
-            found = max(found, self._best_by_open_cells(keeps, enough_qps, is_compared),
-                        key=total_qps)
+            if any(one.cell.room > 1 for one in self._look(keeps)):
+                found = max(found, self._best_by_open_cells(keeps, enough_qps, is_compared),
+                            key=total_qps)
         return found
 
     def _best_by_open_cells(self, keeps: Feasibility, enough_qps: float,

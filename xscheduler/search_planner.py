@@ -23,6 +23,7 @@ from xgpt.core.schedule import (
     Status,
 )
 from xprofiler.timing import TimingSource
+from xscheduler.admission_choice import TIE
 from xscheduler.cells import cells_of, parts_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
@@ -42,7 +43,6 @@ FEW_DEVICES = 8  # chosen: up to as many devices, each division into two pools h
 # chosen: schedules within this share of throughput are a tie, where the safety margin is so many
 # times as wide
 NEAR, WIDE = 0.02, 5
-TIE = 0.01  # chosen: share of throughput for which the simplest admission rule is kept
 _CLOSED = 1e-9  # a gap below it is rounding
 
 

@@ -39,7 +39,7 @@ def rule_of(schedule: Schedule) -> set[AdmissionRule | None]:
     return {shape.controls.admission.rule for shape in schedule.estimate.shapes}
 
 
-@pytest.mark.parametrize(("policies", "gain"), [(("rra",), 1.15), (("orca",), 1.08)])
+@pytest.mark.parametrize(("policies", "gain"), [(("rra",), 1.15), (("orca",), 1.08), (WAA, 1.2)])
 def test_a_peak_is_looked_for_where_memory_binds(policies, gain):
     schedule, reserving = planned(*policies), planned(*policies, rule="reserve")
     assert rule_of(schedule) == {"future-peak"} and rule_of(reserving) == {"reserve"}

@@ -105,7 +105,7 @@ def _waa(name: str, title: str, words: str) -> Policy:
         formula="xsimulator.rough.two_pools:TwoPools",
         limits="xrunner.rules.waa:system_limits",
         pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True,
-        admits=("reserve",))
+        admits=_RESERVING)
 
 
 def _static(name: str, title: str, words: str, *more: Variable, turn: int) -> Policy:
