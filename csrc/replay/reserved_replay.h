@@ -46,7 +46,7 @@ private:
 
     int64_t next_of_phase() {
         const bool is_at_work = std::any_of(groups_.begin(), groups_.end(), [](const Group &own) {
-            return own.room.active || own.waiting();
+            return own.room.active || !own.dealt.empty();
         });
         if (!is_at_work && !num_waiting()) return -1;
         if (iteration_ > first_iteration() && !is_at_work) start_next_phase();
@@ -106,7 +106,7 @@ private:
         advance();
     }
     void deal(Group &group, int64_t g) {
-        if (group.waiting() >= quota(g)) return;
+        if (static_cast<int64_t>(group.dealt.size()) >= quota(g)) return;
         for (int64_t wanted = this->wanted(group, g); wanted > 0; --wanted) {
             group.tokens += tokens(line_[next_]);
             group.dealt.push_back(line_[next_++]);
@@ -125,12 +125,15 @@ private:
     /* PhaseChunks.take */
     void take(Group &group) {
         if ((iteration_ - 1) % every_) return;
-        const auto next = [&] {
-            const bool is_admitted = moved_.empty() && group.waiting() &&
-                                     admit(group, group.dealt[group.begin], group.slots, false);
-            return is_admitted ? group.dealt[group.begin++] : -1;
-        };
-        group.tokens -= encode(group, group.size, next, [](int64_t) {});
+        encode(group, group.size, [&] { return assigned(group); }, [](int64_t) {});
+    }
+    /* The first assigned request, if the group has admitted it; else -1. */
+    int64_t assigned(Group &group) {
+        if (!moved_.empty() || group.dealt.empty()) return -1;
+        const int64_t q = group.dealt.front();
+        if (!admit(group, q, group.slots, false)) return -1;
+        group.dealt.pop_front();
+        return q;
     }
 
     int64_t quota(int64_t g) const {

@@ -51,14 +51,8 @@ struct Requests {
     }
 };
 
-/* When a request at work ends by its forecast, in steps, and its base. */
-struct End {
-    int64_t step, base, query;
-
-    bool operator<(const End &other) const {
-        return std::tie(step, base, query) < std::tie(other.step, other.base, other.query);
-    }
-};
+/* When a request at work ends by its forecast, in steps; its base; the request. */
+using End = std::tuple<int64_t, int64_t, int64_t>;
 
 class Room {
 public:
@@ -157,11 +151,9 @@ private:
     Request &of(int64_t q) { return requests_->all[q]; }
     int64_t reserved(int64_t q) const { return in_units(requests_->reserves[q]); }
     int64_t in_units(int64_t tokens) const {
-        if (terms_.unit == 1) return tokens;
         return (tokens + terms_.unit - 1) / terms_.unit * terms_.unit;
     }
     int64_t residue(int64_t value) const {
-        if (terms_.unit == 1) return 0;
         return (value % terms_.unit + terms_.unit) % terms_.unit;
     }
     /* Tokens that the next decode step takes. */
@@ -175,8 +167,8 @@ private:
     }
     /* Forecasts anew the requests that have written more than forecast. */
     void look_again() {
-        while (!ends_.empty() && ends_[0].step <= steps_) {
-            const int64_t q = ends_[0].query;
+        while (!ends_.empty() && std::get<0>(ends_[0]) <= steps_) {
+            const int64_t q = std::get<2>(ends_[0]);
             ends_.erase(ends_.begin());
             Request &one = of(q);
             const int64_t written = this->written(q);
@@ -191,12 +183,13 @@ private:
         const int64_t whole = tokens + left;
         int64_t load = 0;
         if (terms_.rule == RESERVE_STATIC) {
-            for (const End &end : ends_) load += end.base + end.step;
+            for (const auto &[step, base, one] : ends_) load += base + step;
             return load + whole;
         }
         if (terms_.rule == RESERVE_DYNAMIC) {
-            const int64_t first = ends_.empty() ? steps_ : ends_[0].step;
-            for (size_t i = terms_.after_free; i < ends_.size(); ++i) load += ends_[i].base + first;
+            const int64_t first = ends_.empty() ? steps_ : std::get<0>(ends_[0]);
+            for (size_t i = terms_.after_free; i < ends_.size(); ++i)
+                load += std::get<1>(ends_[i]) + first;
             return load + (decodes ? tokens + std::min(left, first - steps_) : whole);
         }
         const End own = {steps_ + left, tokens - steps_, q};
@@ -206,8 +199,8 @@ private:
     int64_t peak(const End *own) const {
         int64_t most = 0, bases = 0, count = 0;
         const auto add = [&](const End &end) {
-            bases += end.base;
-            most = std::max(most, bases + ++count * end.step);
+            bases += std::get<1>(end);
+            most = std::max(most, bases + ++count * std::get<0>(end));
         };
         size_t place = ends_.size();
         if (own) {

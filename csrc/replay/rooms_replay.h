@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -21,15 +22,12 @@ struct Query : xgpt_replay::Query {
 };
 
 /* A group's rows and room, and its partly encoded request. RRA's chunks of a phase: requests
- * assigned from `begin` on, their tokens, and those of a chunk. */
+ * assigned, their tokens, and those of a chunk. */
 struct Group : xgpt_replay::Rows<Query> {
     xgpt_room::Room room;
     int64_t slots = 0, steps = 0, part = -1, part_done = 0;
-    std::vector<int64_t> dealt;
-    size_t begin = 0;
+    std::deque<int64_t> dealt;
     int64_t tokens = 0, size = 0;
-
-    int64_t waiting() const { return static_cast<int64_t>(dealt.size() - begin); }
 };
 
 /* What rooms decide by; slots[groups]: most requests of each; left[requests]: iterations. */
@@ -97,10 +95,9 @@ protected:
         }
     }
     /* Encodes chunks of at most `left` tokens. next() admits a request, -1: none; whole(request)
-     * is called with those whose last chunk is in. Returns the tokens encoded. */
+     * is called with those whose last chunk is in. */
     template <class Next, class Whole>
-    int64_t encode(Group &group, int64_t left, const Next &next, const Whole &whole) {
-        const int64_t all = left;
+    void encode(Group &group, int64_t left, const Next &next, const Whole &whole) {
         while (left > 0) {
             if (group.part < 0) {
                 if ((group.part = next()) < 0) break;
@@ -109,12 +106,12 @@ protected:
             const int64_t size = std::min(left, tokens(group.part) - group.part_done);
             chunk(group.part, group.part_done, size);
             group.part_done += size;
+            group.tokens -= size;
             left -= size;
             if (group.part_done < tokens(group.part)) continue;
             joined_.push_back(group.part);
             whole(std::exchange(group.part, -1));
         }
-        return all - left;
     }
     void encode_whole() {
         for (int64_t q : joined_) chunk(q, 0, context(q));
