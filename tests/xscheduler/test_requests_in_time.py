@@ -14,15 +14,20 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem, QueryLengths
 from xscheduler.evaluator import predict
-from xscheduler.planner import plan
+from xscheduler.planner import PlanOptions
+from xscheduler.planner import plan as planned
 from xsimulator.replay.prediction import EndTimes
 from xsimulator.roofline_limit import num_surely_late
 
 
-def problem_of(deadlines_s, attainment=0.95, count=60, order="input") -> Problem:
+def plan(problem, timing):
+    return planned(problem, timing, PlanOptions(is_brief=True))
+
+
+def problem_of(deadlines_s, attainment=0.95, count=60, order="input", chunk=0) -> Problem:
     """A job of `count` requests of known lengths, all of one deadline or each of its own."""
     rng, toy = np.random.default_rng(7), toy_problem(
-        per_node=2, fixed=FixedSchedule(policies=("rra",)))
+        per_node=2, fixed=FixedSchedule(policies=("rra",), encode_chunk=chunk))
     inputs, outputs = rng.integers(2, 9, count), rng.integers(1, 20, count)
     return replace(
         toy, num_queries=count, adjustment=Adjustment(order=order),
@@ -67,11 +72,11 @@ def _prefill_s(problem):
 
 def test_the_schedule_with_enough_in_time_is_chosen_and_none_refused_with_what_can():
     rising = np.linspace(1, 3, 60)
-    free = problem_of(1e9 * rising, attainment=0.3)
+    free = problem_of(1e9 * rising, attainment=0.3, chunk=None)
     timing = roofline_of(free)
     fastest = plan(free, timing).estimate
     tight_s = 0.97e9 * rising * predict(free, timing, fastest).ends.stretch(0.3)
-    tight = problem_of(tight_s, attainment=0.3)
+    tight = problem_of(tight_s, attainment=0.3, chunk=None)
     assert predict(tight, timing, fastest).ends.in_time() < 0.3
     found = plan(tight, timing)
     (prospect,) = found.prospects
