@@ -1,10 +1,9 @@
 """Compares systems of static batches on a job, with RRA and Sarathi beside them, by replays of the
 same requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import BoolArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem, QueryLengths
-from xgpt.core.schedule import Estimate
 from xgpt.core.systems import STATIC, SYSTEMS
 from xgpt.core.units import format_seconds
 from xgpt.report.table import paragraph, table
@@ -31,35 +29,15 @@ BESIDE = ("rra", "sarathi")
 USUAL, MOST = 2000, 20_000  # chosen: requests of a job without any, and the most that are replayed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFigures:
-    """Figures of one batch. `late`: requests that end with it after their deadlines."""
-
-    requests: int
-    padded_tokens: int
-    superfluous_tokens: int
-    late: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SystemFigures:
-    """Figures of a system's replay. `batches`: () for policies whose requests leave early."""
-
-    name: str
-    estimate: Estimate
-    makespan_s: float
-    latency_mean_s: float
-    latency_p99_s: float
-    late: int
-    batches: tuple[BatchFigures, ...]
-
-
-def systems_screen(problem: Problem, rows: Sequence[SystemFigures]) -> str:
-    """The screen of `xgpt simulate --systems`."""
-    body = [(row.name, *map(format_seconds, (row.makespan_s, row.latency_mean_s,
-                                             row.latency_p99_s)), f"{row.late:,}",
-             *(f"{sum(getattr(batch, name) for batch in row.batches):,}" if row.batches else "-"
-               for name in ("superfluous_tokens", "padded_tokens"))) for row in rows]
+def systems_screen(problem: Problem, rows: Sequence[dict[str, Any]]) -> str:
+    """The screen of `xgpt simulate --systems`. `rows`: those of `compare_systems`."""
+    body = []
+    for row in rows:
+        times = [format_seconds(row[name]) for name in (
+            "makespan_s", "latency_mean_s", "latency_p99_s")]
+        tokens = [f"{sum(batch[name] for batch in row['batches']):,}" if row["batches"] else "-"
+                  for name in ("superfluous_tokens", "padded_tokens")]
+        body.append((row["name"], *times, f"{row['late']:,}", *tokens))
     cluster, forecast = problem.cluster, problem.adjustment.admission.forecast
     return "\n".join([
         f"{problem.model.name} on {cluster.num_devices} x {cluster.device.name}, simulated; "
@@ -72,9 +50,10 @@ def systems_screen(problem: Problem, rows: Sequence[SystemFigures]) -> str:
 
 
 def compare_systems(opened: OpenedJob, timing: TimingSource,
-                    names: Sequence[str]) -> list[SystemFigures]:
+                    names: Sequence[str]) -> list[dict[str, Any]]:
     """Plans the job for each system of these names, for RRA and for Sarathi, and replays its
-    requests. Raises InfeasibleError where one has no schedule."""
+    requests. Returns the figures of each, with those of every batch where requests are batched.
+    Raises InfeasibleError where one has no schedule."""
     problem, rows = opened.problem, []
     queries = _requests_of(problem)
     assert queries.deadlines_s is not None
@@ -91,20 +70,19 @@ def compare_systems(opened: OpenedJob, timing: TimingSource,
         if not result.is_timed:
             raise too_large(opened, [f"the replay of {name} has larger steps"])
         late = result.times.last_token_s > queries.deadlines_s
-        rows.append(SystemFigures(
-            name=name, estimate=estimate, makespan_s=result.makespan_s, late=int(late.sum()),
-            latency_mean_s=float(result.latency_s.mean()),
-            latency_p99_s=float(np.quantile(result.latency_s, 0.99)),
-            batches=tuple(_batches(result, queries, late)) if of == STATIC else ()))
+        rows.append({
+            "name": name, "estimate": estimate, "makespan_s": result.makespan_s,
+            "latency_mean_s": float(result.latency_s.mean()),
+            "latency_p99_s": float(np.quantile(result.latency_s, 0.99)), "late": int(late.sum()),
+            "batches": _batches(result, queries, late) if of == STATIC else []})
     return rows
 
 
 def _requests_of(problem: Problem) -> QueryLengths:
     """The job's requests, with outputs that are drawn where they are unknown."""
-    known, rng = problem.queries, np.random.default_rng(problem.seed)
-    if known is None:
-        known = planned_queries(problem, *sample_job(
-            problem.lengths, min(problem.num_queries or USUAL, MOST), rng, None))
+    rng = np.random.default_rng(problem.seed)
+    known = problem.queries or planned_queries(problem, *sample_job(
+        problem.lengths, problem.num_queries or USUAL, rng, None))
     known = known.take(np.arange(min(len(known.inputs), MOST)))
     if known.outputs is None:
         _, outputs = sample_job(problem.lengths, len(known.inputs), rng, known.inputs)
@@ -113,8 +91,8 @@ def _requests_of(problem: Problem) -> QueryLengths:
         len(known.inputs), problem.constraint.limit_s("deadline")))
 
 
-def _batches(result: ReplayResult, queries: QueryLengths, late: BoolArray) -> list[BatchFigures]:
-    """The batches of all replicas."""
+def _batches(result: ReplayResult, queries: QueryLengths, late: BoolArray) -> list[dict[str, int]]:
+    """The batches of all replicas. `late`: [requests] whether each ends after its deadline."""
     found, written = [], np.zeros(len(queries.inputs), np.int64)
     for pool in result.pools:
         places = np.arange(len(written)) if pool.requests is None else pool.requests
@@ -129,6 +107,7 @@ def _batches(result: ReplayResult, queries: QueryLengths, late: BoolArray) -> li
                                           wrote.tolist())
             written[rows] += wrote
             is_last = written[rows] == result.output_tokens[rows]
-            found.append(BatchFigures(requests=len(own), late=int((late[rows] & is_last).sum()),
-                                      padded_tokens=padded, superfluous_tokens=superfluous))
+            found.append({"requests": len(own), "padded_tokens": padded,
+                          "superfluous_tokens": superfluous,
+                          "late": int((late[rows] & is_last).sum())})
     return found

@@ -10,7 +10,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 
 WORDS = "a number of seconds above 0, or a time of day such as '17:30'"
-_TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?")
+_TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):[0-5]\d(:[0-5]\d)?")
 _DAY_S = 86_400
 
 
@@ -21,18 +21,11 @@ def is_deadline(value: object) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
-def deadline_of_text(text: str) -> str | float:
-    """The deadline in a cell of a table. Raises ValueError."""
-    return text if ":" in text else float(text)
-
-
 def deadline_of(value: str | float | None) -> float:
     """The deadline as in columns; a time of day counts down to its midnight, negative."""
     if not isinstance(value, str):
         return math.inf if value is None else float(value)
-    found = _TIME_OF_DAY.fullmatch(value.strip())
-    assert found is not None, f"{value = }"
-    hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    hours, minutes, seconds = (*map(int, value.split(":")), 0)[:3]
     return float((hours * 60 + minutes) * 60 + seconds - _DAY_S)
 
 
@@ -45,9 +38,9 @@ def in_seconds(deadlines_s: FloatArray | None, rows: IntArray, limit_s: float,
         return None if math.isinf(limit_s) else np.full(len(rows), limit_s)
     found = np.where(np.isinf(deadlines_s), limit_s, deadlines_s)[rows]
     began = datetime.fromtimestamp(start)
+    midnight = datetime(began.year, began.month, began.day)
     for own in np.unique(found[found < 0]).tolist():
-        at = began.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(
-            seconds=own + _DAY_S)
+        at = midnight + timedelta(seconds=own + _DAY_S)
         at += timedelta(days=at <= began)
         found[found == own] = at.timestamp() - start
     return found

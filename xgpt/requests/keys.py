@@ -11,7 +11,7 @@ from xgpt.core.engines import OWN_ENGINE, supports
 from xgpt.core.errors import shorten
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.requests.chat import BadRecord
-from xgpt.requests.deadlines import WORDS, deadline_of_text, is_deadline
+from xgpt.requests.deadlines import WORDS, is_deadline
 
 # Places of a key: OpenAI's endpoints; our own lines, that are answered or only read
 CHAT, COMPLETION, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -67,7 +67,7 @@ _STOPS = Values(f"a text of 1 to {MAX_STOP_CHARS} characters, or a list of at mo
                 lambda value: len(texts := value if isinstance(value, list) else [value])
                 <= MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
                                      for text in texts), str)
-_DEADLINE = Values(WORDS, is_deadline, deadline_of_text)
+_DEADLINE = Values(WORDS, is_deadline, lambda cell: cell if ":" in cell else float(cell))
 _BIAS = Values("an object of token ids, and numbers from -100 to 100", lambda value: isinstance(
     value, dict) and all(token.isdecimal() and _number(-100, 100).has(bias)
                          for token, bias in value.items()))

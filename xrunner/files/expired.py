@@ -2,7 +2,8 @@
 `expired`, and their places in results.jsonl."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +18,41 @@ _WORDS = "its deadline passed before it began; the same command runs it"
 
 def num_expired(output: Path) -> int:
     """Number of expired requests in errors.jsonl."""
-    return sum(_code(row) == EXPIRED for row in _rows(output / "errors.jsonl"))
+    return sum(_code(row) == EXPIRED for row in _rows(output))
 
 
-def write_expired(output: Path, queries: Sequence[int]) -> list[int]:
+def write_expired(output: Path, queries: Iterable[int]) -> list[int]:
     """Adds a record for each line of the requests `queries` to errors.jsonl, in the order of the
     lines. Returns all requests of those lines that have no line in results.jsonl: a line of several
     answers has none if one of them is missing."""
-    spool, missing, records = Spool(output), list[int](), dict[tuple[int, int, int], RequestError]()
+    spool, missing, records = Spool(output), set[int](), dict[tuple[int, int, int], RequestError]()
     for query in queries:
         record = spool.record(query)
-        first = query - record.sample if record.choices > 1 else query
-        missing += range(first, first + record.choices)
-        own = 0 if record.choices > 1 else record.sample
+        first, own = (query - record.sample, 0) if record.choices > 1 else (query, record.sample)
+        missing.update(range(first, first + record.choices))
         records[record.file, record.line, own] = RequestError(
             line=record.line, file=record.file, id=record.id, is_openai=record.is_openai,
             error=f"answer {own + 1} of its request: {_WORDS}" if own else _WORDS, code=EXPIRED)
     labels = spool.files
+
+    def place(row: dict[str, Any]) -> tuple[int, int]:
+        own = row.get("xgpt", row)
+        return labels.index(own["file"]) if labels else 0, own["line"]
+
     # ranks that died and started again have expired them again
-    rows = [row for row in _rows(output / "errors.jsonl") if _code(row) != EXPIRED]
+    rows = [row for row in _rows(output) if _code(row) != EXPIRED]
     rows += [error_line(one, labels[one.file] if labels else None) for one in records.values()]
-    rows.sort(key=lambda row: _place(row, labels))
     write_atomically(output / "errors.jsonl", "".join(
-        json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return sorted(set(missing))
+        json.dumps(row, ensure_ascii=False) + "\n" for row in sorted(rows, key=place)))
+    return sorted(missing)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
+def _rows(output: Path) -> list[dict[str, Any]]:
+    with suppress(FileNotFoundError), (output / "errors.jsonl").open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+    return []
 
 
 def _code(row: dict[str, Any]) -> object:
-    error = row.get("error")
-    return error.get("code") if isinstance(error, dict) else row.get("code")
-
-
-def _place(row: dict[str, Any], labels: Sequence[str]) -> tuple[int, int]:
-    """(index of its file, line) of an error record."""
-    own = row.get("xgpt", row)
-    return labels.index(own["file"]) if labels else 0, own["line"]
+    own = row["error"] if isinstance(row.get("error"), dict) else row
+    return own.get("code")

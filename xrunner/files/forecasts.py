@@ -38,7 +38,7 @@ GivenForecast = Callable[[Request, int], Forecast]  # of a request with so many 
 def given_forecast(kind: str) -> GivenForecast:
     """Reads or asks for the forecast of a request, by its column or by the entry point `kind`."""
     if kind == COLUMN:
-        return lambda request, tokens: Forecast(*3 * (request.forecast_tokens or 0,))
+        return lambda request, tokens: 3 * (request.forecast_tokens or 0,)
     function = load_row(rows_of_others(FORECASTS_GROUP)[kind])
 
     def forecast(request: Request, tokens: int) -> Forecast:
@@ -47,7 +47,7 @@ def given_forecast(kind: str) -> GivenForecast:
         if len(values) != 3 or list(values) != sorted(map(int, values)) or values[0] < 1:
             raise XgptError(f"{FORECASTS_GROUP} {kind}: {shorten(found)} is no forecast: it has to "
                             "be output tokens, or (least, expected, most), whole numbers >= 1")
-        return Forecast(*values)
+        return values
 
     return forecast
 
@@ -62,16 +62,15 @@ class KeptForecasts(NamedTuple):
     @property
     def admitted(self) -> IntArray | None:
         """What admission reads of each query's forecast, [queries]; None if they are learned."""
-        place = FORECAST_VALUES.index(self.forecasting.use)
-        return None if self.forecasting.is_learned else self.forecasts[:, place].copy()
+        return None if self.forecasting.is_learned else self.forecasts[
+            :, FORECAST_VALUES.index(self.forecasting.use)].copy()
 
     def forecaster(self, results: Path | None = None) -> LengthForecaster:
-        """A new forecaster, which learns from requests that end. It begins with those in
+        """A new forecaster, which learns from requests that end, and first from those in
         `results`, results.jsonl of the run so far."""
         own = LengthForecaster(self.forecasting, self.known, learns=True)
-        if results is not None and self.forecasting.is_learned:
-            for pair in finished_lengths(results):
-                own.ended(*pair)
+        for pair in finished_lengths(results) if results and own.learns else ():
+            own.ended(*pair)
         return own
 
 
@@ -99,7 +98,7 @@ def keep_forecasts(output: Path, problem: Problem, queries: QueryLengths, rows: 
     known, found = forecaster_of(problem, asked).known, with_forecasts(queries, problem, asked)
     assert found.forecasts is not None, f"{asked = }"
     with temporary_of(path).open("wb") as file:
-        np.savez(file, asked=np.array(json.dumps(asdict(asked))), **known._asdict(),
+        np.savez(file, asked=json.dumps(asdict(asked)), **known._asdict(),
                  forecasts=found.forecasts[rows[:0] if asked.is_learned else rows])
     temporary_of(path).replace(path)
     return "" if known.counts.any() or not asked.is_learned else (

@@ -20,15 +20,8 @@ from xgpt.core.problem import UNLIMITED, Problem, QueryLengths
 PLANNED_WEIGHT = 100  # chosen: finished requests that a planned distribution counts as
 
 
-class Forecast(NamedTuple):
-    """Output tokens of a request: fewest, expected, most. UNLIMITED stands for its cap."""
-
-    least: int
-    expected: int
-    most: int
-
-
-_AT_CAP = Forecast(UNLIMITED, UNLIMITED, UNLIMITED)
+# output tokens of a request: fewest, expected, most; UNLIMITED stands for its cap
+Forecast = tuple[int, int, int]
 
 
 class Forecaster(Protocol):
@@ -56,19 +49,16 @@ class KnownOutputs(NamedTuple):
 def known_outputs(lengths: JointLengths, bins: int, is_known: bool) -> KnownOutputs:
     """The output lengths of a distribution, in at most `bins` ranges of inputs. `is_known`: False
     for outputs that are only caps, which are not counted."""
-    edges, longest = np.zeros(0, np.int64), lengths.outputs.max if is_known else 0
-    if lengths.pairs is None:
-        counts = np.zeros((1, longest + 1))
-        counts[0, 1:] = lengths.outputs.pmf[:longest] * (
-            lengths.outputs.num_samples or PLANNED_WEIGHT)
-        return KnownOutputs(edges, counts)
-    inputs = np.sort(lengths.pairs[:, 0]).astype(np.int64)
-    if len(inputs) >= bins:
+    edges, pairs, outputs = np.zeros(0, np.int64), lengths.pairs, lengths.outputs
+    if pairs is not None and len(pairs) >= bins:
+        inputs = np.sort(pairs[:, 0]).astype(np.int64)
         edges = np.unique(inputs[np.arange(1, bins) * len(inputs) // bins - 1])
         edges = edges[edges < inputs[-1]]
-    counts = np.zeros((len(edges) + 1, longest + 1))
-    if is_known:
-        np.add.at(counts, (np.searchsorted(edges, lengths.pairs[:, 0]), lengths.pairs[:, 1]), 1)
+    counts = np.zeros((len(edges) + 1, outputs.max + 1 if is_known else 1))
+    if is_known and pairs is None:
+        counts[0, 1:] = outputs.pmf * (outputs.num_samples or PLANNED_WEIGHT)
+    elif is_known:
+        np.add.at(counts, (np.searchsorted(edges, pairs[:, 0]), pairs[:, 1]), 1)
     return KnownOutputs(edges, counts)
 
 
@@ -89,7 +79,8 @@ class LengthForecaster:
 
     def forecast(self, input_tokens: int, cap: int) -> Forecast:
         """The forecast of a request that has written nothing, within its cap."""
-        return Forecast(*(min(one, cap) for one in self._row(self._bin(input_tokens))[0]))
+        least, expected, most = self._row(self._bin(input_tokens))[0]
+        return min(least, cap), min(expected, cap), min(most, cap)
 
     def beyond(self, input_tokens: int, written: int, cap: int) -> int:
         row = self._row(self._bin(input_tokens))[1]
@@ -123,7 +114,7 @@ class LengthForecaster:
         if own.kind == KNOWN:
             found = np.repeat(outputs[:, None], 3, axis=1)
         elif own.needs_outputs:
-            found = _of_class(_drawn_classes(outputs, caps, own, seed), own.width)
+            found = _of_classes(_drawn_classes(outputs, caps, own, seed), own.width)
         else:
             rows = np.array([self._row(row)[0] for row in range(len(self.known.counts))])
             found = rows[self.bins_of(queries.inputs)]
@@ -134,33 +125,30 @@ class LengthForecaster:
 
     def _row(self, row: int) -> tuple[Forecast, IntArray]:
         """(first forecast, new forecasts by tokens written) of a range of inputs."""
-        found = self._rows.get(row)
-        if found is None:
-            counts = self.known.counts[row]
-            beyond = _mean_beyond(counts)
-            found = self._rows[row] = self._first_of(counts, int(beyond[0])), beyond
-        return found
-
-    def _first_of(self, counts: FloatArray, mean: int) -> Forecast:
-        kind, width = self.forecasting.kind, self.forecasting.width
+        if row in self._rows:
+            return self._rows[row]
+        counts, kind, width = self.known.counts[row], self.forecasting.kind, self.forecasting.width
+        beyond = _mean_beyond(counts)
+        mean = int(beyond[0])
+        first = mean, mean, mean
         if kind == CAP or mean == UNLIMITED:
-            return _AT_CAP
-        if kind == DISTRIBUTION:
-            return Forecast(1, mean, UNLIMITED)
-        if kind == CLASS:
+            first = UNLIMITED, UNLIMITED, UNLIMITED
+        elif kind == DISTRIBUTION:
+            first = 1, mean, UNLIMITED
+        elif kind == CLASS:
             sums = np.add.reduceat(counts[1:], np.arange(0, len(counts) - 1, width))
-            return Forecast(*_of_class(np.array([sums.argmax()]), width)[0].tolist())
-        return Forecast(mean, mean, mean)
+            first = tuple(_of_classes(sums.argmax(keepdims=True), width)[0].tolist())
+        self._rows[row] = first, beyond
+        return first, beyond
 
 
 def forecaster_of(problem: Problem, forecasting: Forecasting, *,
                   learns: bool = False) -> LengthForecaster:
     """The forecaster of a job, from requests that earlier runs finished, else from the planned
     lengths. `learns`: as of LengthForecaster."""
-    lengths = problem.learned or problem.lengths
-    is_known = problem.learned is not None or not problem.observes
-    return LengthForecaster(forecasting, known_outputs(lengths, forecasting.bins, is_known),
-                            learns=learns)
+    known = known_outputs(problem.learned or problem.lengths, forecasting.bins,
+                          problem.learned is not None or not problem.observes)
+    return LengthForecaster(forecasting, known, learns=learns)
 
 
 def with_forecasts(queries: QueryLengths, problem: Problem,
@@ -181,7 +169,7 @@ def _mean_beyond(counts: FloatArray) -> IntArray:
     return np.asarray(np.where(number > 0, np.maximum(mean, size + 1), UNLIMITED))
 
 
-def _of_class(classes: IntArray, width: int) -> IntArray:
+def _of_classes(classes: IntArray, width: int) -> IntArray:
     """(least, middle, most) output tokens of classes, [classes, 3]."""
     return np.asarray(classes[:, None] * width + [1, (width + 1) // 2, width])
 

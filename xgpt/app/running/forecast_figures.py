@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.core.controls import CLASS, FORECAST_VALUES
-from xgpt.core.lengths import IntArray
 from xgpt.report.output import QueryColumns
 from xgpt.requests.spool import Spool
-from xrunner.files.forecasts import KeptForecasts, load_forecasts
+from xrunner.files.forecasts import load_forecasts
 
 MOST_JUDGED = 100_000  # chosen: first requests that are compared
 
@@ -39,28 +38,21 @@ def forecast_figures(output: Path, queries: QueryColumns) -> ForecastFigures | N
     kept, outputs = load_forecasts(output), queries.counts("output_tokens")[:MOST_JUDGED]
     if kept is None or not outputs.any():
         return None
-    rows = _as_made(output, kept, queries) if kept.forecasting.is_learned else (
-        kept.forecasts[:len(outputs)])
-    has_answer = outputs > 0
+    own, has_answer, rows = kept.forecasting, outputs > 0, kept.forecasts[:len(outputs)]
+    if own.is_learned:  # each from the requests that had ended before it began
+        inputs, caps = queries.counts("input_tokens").tolist(), Spool(output).most_outputs.tolist()
+        starts_s = queries.times("encode_start_s")[:MOST_JUDGED]
+        ends_s = starts_s + queries.times("latency_s")[:MOST_JUDGED]
+        forecaster, rows = kept.forecaster(), np.zeros((len(outputs), 3), np.int64)
+        ended = np.argsort(ends_s, kind="stable").tolist()
+        for query in np.argsort(starts_s, kind="stable").tolist():
+            while ended and ends_s[ended[0]] <= starts_s[query]:
+                first = ended.pop(0)
+                forecaster.ended(inputs[first], int(outputs[first]))
+            rows[query] = forecaster.forecast(inputs[query], caps[query])
     (least, expected, most), came = rows[has_answer].T, outputs[has_answer]
-    admitted = rows[has_answer, FORECAST_VALUES.index(kept.forecasting.use)]
+    admitted = rows[has_answer, FORECAST_VALUES.index(own.use)]
     return ForecastFigures(
-        kind=kept.forecasting.kind, coverage=float(np.mean((least <= came) & (came <= most))),
+        kind=own.kind, coverage=float(np.mean((least <= came) & (came <= most))),
         outgrown=float(np.mean(came > admitted)),
         mean_error_tokens=float(np.abs(came - expected).mean()))
-
-
-def _as_made(output: Path, kept: KeptForecasts, queries: QueryColumns) -> IntArray:
-    """Forecasts that were learned from the requests that had ended before each began, [queries,
-    3]."""
-    inputs, outputs = (queries.counts(name)[:MOST_JUDGED].tolist() for name in (
-        "input_tokens", "output_tokens"))
-    starts_s = queries.times("encode_start_s")[:MOST_JUDGED]
-    ends_s = starts_s + queries.times("latency_s")[:MOST_JUDGED]
-    own, caps = kept.forecaster(), Spool(output).most_outputs.tolist()
-    ended, rows = np.argsort(ends_s, kind="stable").tolist(), np.zeros((len(inputs), 3), np.int64)
-    for query in np.argsort(starts_s, kind="stable").tolist():
-        while ended and ends_s[ended[0]] <= starts_s[query]:
-            own.ended(inputs[ended[0]], outputs[ended.pop(0)])
-        rows[query] = own.forecast(inputs[query], caps[query])
-    return rows
