@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Schedule
 from xscheduler.evaluator import Evaluator
 
 THRESHOLDS = (math.inf, *(10.0 * 4**power for power in range(6)))  # chosen
@@ -17,15 +17,12 @@ def with_threshold(problem: Problem, evaluator: Evaluator, schedule: Schedule) -
     if batches is None or batches.threshold is not None or not problem.num_queries:
         return schedule
 
-    def judged(estimate: Estimate) -> tuple[float, float]:
-        """(share of requests late, makespan in seconds)"""
-        job = evaluator.job(estimate)
-        return (1.0, math.inf) if job is None else (
-            0.0 if job.ends is None else 1.0 - job.ends.in_time(), job.wall_s)
-
-    tried = []
+    best = (math.inf, math.inf), schedule.estimate  # (share late, makespan in seconds), estimate
     for threshold in THRESHOLDS:
         first, *others = (shape.changed(batches=replace(batches, threshold=threshold))
                           for shape in schedule.estimate.shapes)
-        tried.append(first.beside(tuple(others)))
-    return schedule.changed(estimate=min(tried, key=judged))
+        estimate = first.beside(tuple(others))
+        if (job := evaluator.job(estimate)) is not None:
+            late = 0.0 if job.ends is None else 1.0 - job.ends.in_time()
+            best = min(best, ((late, job.wall_s), estimate), key=lambda pair: pair[0])
+    return schedule.changed(estimate=best[1])

@@ -61,7 +61,8 @@ class KeptForecasts(NamedTuple):
 
     @property
     def admitted(self) -> IntArray | None:
-        """What admission reads of each query's forecast, [queries]; None if they are learned."""
+        """The tokens of each query's forecast that admission reads, [queries]; None if they are
+        learned."""
         return None if self.forecasting.is_learned else self.forecasts[
             :, FORECAST_VALUES.index(self.forecasting.use)].copy()
 

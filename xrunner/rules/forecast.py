@@ -55,10 +55,10 @@ def known_outputs(lengths: JointLengths, bins: int, is_known: bool) -> KnownOutp
         edges = np.unique(inputs[np.arange(1, bins) * len(inputs) // bins - 1])
         edges = edges[edges < inputs[-1]]
     counts = np.zeros((len(edges) + 1, outputs.max + 1 if is_known else 1))
-    if is_known and pairs is None:
-        counts[0, 1:] = outputs.pmf * (outputs.num_samples or PLANNED_WEIGHT)
-    elif is_known:
+    if is_known and pairs is not None:
         np.add.at(counts, (np.searchsorted(edges, pairs[:, 0]), pairs[:, 1]), 1)
+    elif is_known:
+        counts[0, 1:] = outputs.pmf * (outputs.num_samples or PLANNED_WEIGHT)
     return KnownOutputs(edges, counts)
 
 
@@ -114,7 +114,8 @@ class LengthForecaster:
         if own.kind == KNOWN:
             found = np.repeat(outputs[:, None], 3, axis=1)
         elif own.needs_outputs:
-            found = _of_classes(_drawn_classes(outputs, caps, own, seed), own.width)
+            found = np.add.outer(_drawn_classes(outputs, caps, own, seed) * own.width,
+                                 [1, (own.width + 1) // 2, own.width])
         else:
             rows = np.array([self._row(row)[0] for row in range(len(self.known.counts))])
             found = rows[self.bins_of(queries.inputs)]
@@ -137,7 +138,8 @@ class LengthForecaster:
             first = 1, mean, UNLIMITED
         elif kind == CLASS:
             sums = np.add.reduceat(counts[1:], np.arange(0, len(counts) - 1, width))
-            first = tuple(_of_classes(sums.argmax(keepdims=True), width)[0].tolist())
+            below = int(sums.argmax()) * width
+            first = below + 1, below + (width + 1) // 2, below + width
         self._rows[row] = first, beyond
         return first, beyond
 
@@ -167,11 +169,6 @@ def _mean_beyond(counts: FloatArray) -> IntArray:
         counts, counts * size))
     mean = np.rint(tokens / np.where(number > 0, number, 1.0)).astype(np.int64)
     return np.asarray(np.where(number > 0, np.maximum(mean, size + 1), UNLIMITED))
-
-
-def _of_classes(classes: IntArray, width: int) -> IntArray:
-    """(least, middle, most) output tokens of classes, [classes, 3]."""
-    return np.asarray(classes[:, None] * width + [1, (width + 1) // 2, width])
 
 
 def _drawn_classes(outputs: IntArray, caps: IntArray, own: Forecasting, seed: int) -> IntArray:

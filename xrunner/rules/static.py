@@ -67,8 +67,7 @@ class BatchFormer:
     def take(self, line: Sequence[Waiting], first: int = 0) -> int:
         """End of the batch that begins with `line[first]`."""
         own, latest_s, longest, widest, packed = self.batches, 0.0, 0, 0, 0
-        threshold = math.inf if own.threshold is None else own.threshold
-        pack = math.inf if own.pack is None else own.pack
+        threshold, pack = own.threshold or math.inf, own.pack or math.inf
         for place in range(first, len(line)):
             new, count = line[place], place - first
             due_s, output, sign = self._due_s(new), self.output_of(new), -1 if own.growth else 1
@@ -155,7 +154,6 @@ class StaticRule:
             group_kv_tokens=self.group_kv_tokens)
         self.evicts = evicts
         self.forecaster: Forecaster = Caps()  # of requests without a forecast
-        self._asks = False  # whether there are such requests
         self._is_line = True  # whether those waiting are in the order of batches
         self._evicted: tuple[int, ...] = ()  # not told to the stages yet
         self._batch = _Batch(num_groups, self.group_kv_tokens)
@@ -180,7 +178,7 @@ class StaticRule:
         self.waiting.append(Waiting(query, reserve_tokens, input_tokens, 0, forecast))
         if self.former is not None:
             self.former.note(input_tokens, reserve_tokens - input_tokens)
-            self._is_line, self._asks = False, self.evicts and not forecast
+            self._is_line = False
         return True
 
     def next_group(self) -> int | None:
@@ -224,7 +222,7 @@ class StaticRule:
             former.forecaster = self.forecaster
             if not self._is_line:
                 self.waiting = deque(former.line(self.waiting))
-            self._is_line = not self._asks  # else forecasts may change meanwhile
+            self._is_line = not self.evicts  # else forecasts may change meanwhile
             size = former.take(self.waiting)
         base, odd = divmod(size, self.num_groups)
         for group in range(self.num_groups):
@@ -242,7 +240,7 @@ class StaticRule:
             self.waiting.appendleft(one._replace(
                 tokens=one.tokens + output, written=written,
                 forecast=self.forecaster.beyond(one.input_tokens, written, one.cap)))
-        self._evicted, self._is_line = tuple(left), False
+        self._evicted = tuple(left)
         self._batch = _Batch(self.num_groups, self.group_kv_tokens)
 
     def _part_of(self, members: list[int]) -> tuple[int, ...]:
