@@ -11,7 +11,7 @@ It reads messages between its own steps and waits for others only when idle. Eac
 reads its requests from the spool. A request belongs to its head until the head gives it back. So
 each is answered once, however messages cross."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +30,9 @@ from xrunner.rules.rra import PhaseControls
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaAccount:
-    """Rank 0's account of one replica. `given`: numbers of its requests in run order. begun, done:
-    how many of them have. `at_work`: (input, output) tokens of each active request, by index."""
+    """Rank 0's account of one replica. `given`: numbers of its requests in run order, in which they
+    begin unless batches are formed. begun, done: how many of them have. `at_work`: (input, output)
+    tokens of each active request, by index."""
 
     given: list[int] = field(default_factory=list)
     begun: int = 0
@@ -45,13 +46,19 @@ class ReplicaAccount:
         return Load(len(self.given) - self.begun, self.begun - self.done)
 
     def forget_expired(self, results: Sequence[FinishedQuery], order: Sequence[int]) -> int:
-        """Removes requests that will not begin, since others begin in the order of `given`. Returns
-        their number. `order`: index of each number."""
+        """Removes requests that will not begin; returns their number. `order`: index of each
+        number."""
         gone = {one.query.index for one in results if one.finish_reason == EXPIRED}
         if gone:
-            self.given[self.begun:] = [
-                place for place in self.given[self.begun:] if order[place] not in gone]
+            self.remove(gone, order)
         return len(gone)
+
+    def remove(self, indices: Collection[int], order: Sequence[int]) -> list[int]:
+        """Removes requests that have not begun; returns their numbers. Arguments as above."""
+        places = [place for place in self.given if order[place] in indices]
+        self.given = [place for place in self.given if order[place] not in indices]
+        assert len(places) == len(indices), f"{places = } {indices = }"
+        return places
 
 
 _REPORT_S = 0.25  # chosen: seconds between messages of a replica without news
@@ -192,13 +199,7 @@ class ToReplicas(Supply):
 
     def _come_back(self, head: Head, replica: int, indices: Sequence[int]) -> None:
         """Takes requests that a replica has given back, and gives them to others."""
-        account, wanted = self._accounts[replica], set(indices)
-        waiting = account.given[account.begun:]
-        places = [place for place in waiting if self._order[place] in wanted]
-        assert len(places) == len(indices), f"{places = } {indices = }"
-        account.given[account.begun:] = [
-            place for place in waiting if self._order[place] not in wanted]
-        self.router.take_back(replica, places)
+        self.router.take_back(replica, self._accounts[replica].remove({*indices}, self._order))
         if self._has_sent_last:
             return  # the run ends before all are done
         for other in range(len(self._accounts)):

@@ -9,7 +9,7 @@ from replayed import run_steps
 from replicated import ANSWERS, CONFIGS, Job, Told
 from toys import spec_of
 
-from xgpt.core.controls import FIXED
+from xgpt.core.controls import FIXED, Batches
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.replicas import ToReplicas
@@ -70,6 +70,18 @@ def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(made, slow, po
     assert back[1 - slow] == 0, "nothing is taken back from who is ahead"
     for replica in (0, 1):
         assert run_steps(executors[replica]) == job.replayed_as_told(replica)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_replica_gives_back_requests_that_its_batches_left_for_later(made, slow):
+    """Batches by length begin in another order than requests were given."""
+    job, sink = Job(made, *CONFIGS[1], count=40), Told()
+    job.estimate = job.one.changed(batches=Batches(most=3)).in_copies(2)
+    job.run(sink, slow=slow)
+    assert sink.is_complete
+    job.check_answers(sink.results)
+    shares = [sum(r.replica == replica for r in sink.results) for replica in (0, 1)]
+    assert shares[slow] < 20 < shares[1 - slow]
 
 
 def test_all_stop_when_rank_zero_is_asked_to_and_the_same_ranks_take_another_job(made):
