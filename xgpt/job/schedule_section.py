@@ -67,7 +67,6 @@ _RULES = (AUTO, *ADMISSION_RULES)
 
 
 def _forecast_kinds() -> tuple[str, ...]:
-    """The kinds of forecast, ours and those of other packages."""
     return (*FORECAST_KINDS, *rows_of_others(FORECASTS_GROUP))
 
 

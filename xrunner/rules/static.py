@@ -110,10 +110,9 @@ class _Batch:
         """Adds `new`, which is to write `output` tokens, to `group`; False if a group would then
         reserve more than its share."""
         output = max(self.output, output)
-        own = self._group_tokens(group, output) + new.tokens + output
-        others = range(len(self.groups)) if output > self.output else ()
-        if own > self._group_kv_tokens or any(
-                self._group_tokens(other, output) > self._group_kv_tokens for other in others):
+        tokens = [self._group_tokens(each, output) for each in range(len(self.groups))]
+        tokens[group] += new.tokens + output
+        if max(tokens) > self._group_kv_tokens:
             return False
         self.groups[group].append(new.query)
         self.unfinished[new.query] = new
