@@ -5,8 +5,7 @@
 OPT-13B on four A40, no latency limit, outputs known. Makespans are medians of seven seeds. Static
 batches have 334 requests, so that six are equal. `--data`: a folder with
 sharegpt/sharegpt_8k_filtered_stats_llama2_tokenizer.csv in it. `--measured`: a folder for real runs
-of SmolLM2-135M with random weights on this machine, three in each order, by turns. The quickest of
-each counts, since other programs may disturb the others.
+of SmolLM2-135M with random weights on this machine, three in each order, by turns.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def chosen(problem: Problem) -> tuple[Schedule, float, float]:
 
 
 def measured(folder: Path, runs: int = 3) -> dict[str, tuple[float, float]]:
-    """order -> (least seconds measured, predicted) of a job of 120 requests."""
+    """order -> (median seconds measured, predicted) of a job of 120 requests."""
     folder.mkdir(parents=True, exist_ok=True)
     outputs = np.random.default_rng(0).lognormal(3.2, 0.9, 120).astype(int).clip(4, 300)
     (folder / "requests.jsonl").write_text("".join(json.dumps(
@@ -107,7 +106,8 @@ def measured(folder: Path, runs: int = 3) -> dict[str, tuple[float, float]]:
                 capture_output=True)
             own = json.loads((folder / f"out-{order}-{run}" / "metrics.json").read_text())["wall_s"]
             walls.append((own["measured"], own["predicted"]))
-    return {order: min(walls) for order, walls in found.items()}
+    return {order: (statistics.median(own[0] for own in walls),
+                    statistics.median(own[1] for own in walls)) for order, walls in found.items()}
 
 
 def _window(schedule: Schedule) -> str:
