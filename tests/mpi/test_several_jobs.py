@@ -36,7 +36,7 @@ def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_comma
         (tmp_path / name).mkdir()
         layout, bound = HALVES if name == "halves" else STAGES, "1 us" if name == "never" else "inf"
         job = write_job(tmp_path / name, llama[0], as_requests(queries), ranks=2, schedule=(
-            f"policy: rra, encode_batch: 3, decode_iterations: 4, {layout}"))
+            f"policy: rra, encode_batch: 3, decode_iterations: 4, order: input, {layout}"))
         job.write_text(f"{job.read_text()}name: {name}\nconstraint: {{latency_s: {bound}}}\n")
         words.append(str(job))
 
