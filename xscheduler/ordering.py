@@ -87,7 +87,9 @@ def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
             due_s = bound.limit_s if own.deadlines_s is None else own.deadlines_s[order]
             ends_s = np.array([one.times.last_token_s * (longer * whole_s / one.makespan_s)
                                for one, whole_s in zip(results, makespans_s, strict=True)])
-            late = max(float((ends_s > due_s).mean()) - (1 - bound.quantile), 0.0)
+            has_deadline = np.isfinite(np.broadcast_to(due_s, ends_s.shape))
+            if has_deadline.any():
+                late = max(float((ends_s > due_s)[has_deadline].mean()) - (1 - bound.quantile), 0.0)
         with np.errstate(invalid="ignore"):  # infinite: unknown times
             return _Trial(makespans_s, np.mean([
                 limited_s(one.times, one.output_tokens, constraint, problem.lengths.outputs)

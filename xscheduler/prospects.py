@@ -56,7 +56,7 @@ def with_prospects(schedule: Schedule, margins: Margins, tell: Callable[[str], N
              "(prefill alone takes longer)")
     for one in of_job:
         if not one.is_kept and not problem.observes:
-            raise (_too_late if one.metric == "deadline" else _too_long)(
+            raise _too_late(one) if one.metric == "deadline" else _too_long(
                 one, problem.num_queries or 0, problem)
     return schedule.changed(prospects=(*prospects, *of_job))
 
@@ -89,13 +89,14 @@ def _makespan_of(margins: Margins, estimate: Estimate, *, has_margin: bool) -> P
                     with_margin_s=job.wall_s * factor)
 
 
-def _too_late(prospect: Prospect, num_queries: int, problem: Problem) -> InfeasibleError:
+def _too_late(prospect: Prospect) -> InfeasibleError:
     """The error for too many requests beyond their deadlines, with the deadlines that would do."""
     sure = prospect.in_time_with_margin or 0.0
+    lower = f"Lower constraint.attainment to {math.floor(100 * sure) / 100:g}, or make"
     return InfeasibleError(
-        f"no schedule was found that has {prospect.share:.4g} of the {num_queries:,} requests in "
+        f"no schedule was found that has {prospect.share:.4g} of the requests with a deadline in "
         f"time: the best is expected to have {prospect.in_time:.3f}, {sure:.3f} with the safety "
-        f"margin. Lower constraint.attainment to {math.floor(100 * sure) / 100:g}, or make the "
+        f"margin. {lower if sure >= 0.01 else 'Make'} the "
         f"deadlines {prospect.with_margin_s / prospect.limit_s:.2f} times as long (the latest "
         f"{time_up(prospect.with_margin_s)})", prospect.with_margin_s)
 

@@ -73,10 +73,13 @@ class Expected(NamedTuple):
 
 @dataclass(eq=False)
 class Cell:
-    """The points of one policy under one tensor plan. problem: of one replica. is_chunked: only the
-    points that encode in chunks beside decoding (True), only the others (False), or all (None).
+    """The points of one policy under one tensor plan.
+
+    problem: of one replica. is_chunked: only the points that encode in chunks beside decoding
+    (True), only the others (False), or all (None).
+
     room: requests at a time that its admission rule has room for, as a multiple of those by the
-    simplest rule. further: the cell of a rule with more room, which is searched if memory binds."""
+    simplest rule. further: the cell of a rule with more room, searched if memory binds."""
 
     problem: Problem
     formula: Formula

@@ -2,7 +2,7 @@
 `expired`, and their places in results.jsonl."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,14 @@ def num_expired(output: Path) -> int:
     return sum(_code(row) == EXPIRED for row in _rows(output))
 
 
+def expired_requests(output: Path) -> list[int]:
+    """All requests of the expired lines in errors.jsonl, in order."""
+    spool = Spool(output)
+    lines = {_place(row, spool.files) for row in _rows(output) if _code(row) == EXPIRED}
+    return [query for query, record in enumerate(spool.records() if lines else ())
+            if (record.file, record.line) in lines]
+
+
 def write_expired(output: Path, queries: Iterable[int]) -> list[int]:
     """Adds a record for each line of the requests `queries` to errors.jsonl, in the order of the
     lines. Returns all requests of those lines that have no line in results.jsonl: a line of several
@@ -34,16 +42,12 @@ def write_expired(output: Path, queries: Iterable[int]) -> list[int]:
             line=record.line, file=record.file, id=record.id, is_openai=record.is_openai,
             error=f"answer {own + 1} of its request: {_WORDS}" if own else _WORDS, code=EXPIRED)
     labels = spool.files
-
-    def place(row: dict[str, Any]) -> tuple[int, int]:
-        own = row.get("xgpt", row)
-        return labels.index(own["file"]) if labels else 0, own["line"]
-
     # ranks that died and started again have expired them again
     rows = [row for row in _rows(output) if _code(row) != EXPIRED]
     rows += [error_line(one, labels[one.file] if labels else None) for one in records.values()]
     write_atomically(output / "errors.jsonl", "".join(
-        json.dumps(row, ensure_ascii=False) + "\n" for row in sorted(rows, key=place)))
+        json.dumps(row, ensure_ascii=False) + "\n" for row in sorted(
+            rows, key=lambda row: _place(row, labels))))
     return sorted(missing)
 
 
@@ -56,3 +60,9 @@ def _rows(output: Path) -> list[dict[str, Any]]:
 def _code(row: dict[str, Any]) -> object:
     own = row["error"] if isinstance(row.get("error"), dict) else row
     return own.get("code")
+
+
+def _place(row: dict[str, Any], labels: Sequence[str]) -> tuple[int, int]:
+    """(index of its file, line) of an error record."""
+    own = row.get("xgpt", row)
+    return labels.index(own["file"]) if labels else 0, own["line"]

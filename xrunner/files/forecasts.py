@@ -90,7 +90,8 @@ def keep_forecasts(output: Path, problem: Problem, queries: QueryLengths, rows: 
     """Keeps the forecasts that a run begins with, unless it goes on by those in its folder. Returns
     a note for the user, or "". `queries`: all requests of the job. `rows`: those of the run."""
     before, asked = load_forecasts(output), problem.adjustment.admission.forecast
-    if is_continued and before is not None and before.forecasting == asked:
+    if is_continued and before is not None and before.forecasting == asked and (
+            asked.is_learned or len(before.forecasts) == len(rows)):
         return ""
     path = output / FORECASTS_FILE
     path.unlink(missing_ok=True)

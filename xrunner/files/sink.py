@@ -189,8 +189,8 @@ class DeadlineTally:
             self.expired.append(index)
         if self._deadlines_s is not None and math.isfinite(own_s := self._deadlines_s[index]):
             self._of += 1
-            self._in_time += not is_expired and bool(
-                time.time() - self._plan.started_at <= own_s)
+            has_answer = result.finish_reason not in (EXPIRED, "error")
+            self._in_time += has_answer and bool(time.time() - self._plan.started_at <= own_s)
         return is_expired
 
     @property

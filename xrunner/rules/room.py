@@ -35,13 +35,14 @@ from xrunner.rules.forecast import Forecaster
 class Waiting(NamedTuple):
     """A request that waits. `reserve`: most KV tokens that it may need. `tokens`: to encode, its
     input and `written` output tokens of an evicted one. `forecast`: its output tokens as forecast
-    beforehand; 0: the room's forecaster is asked."""
+    beforehand; 0: the room's forecaster is asked. `has_begun`: it was evicted."""
 
     query: int
     reserve: int
     tokens: int
     written: int = 0
     forecast: int = 0
+    has_begun: bool = False
 
     @property
     def input_tokens(self) -> int:
@@ -200,7 +201,7 @@ class Room:
     def evict(self) -> Waiting:
         """Removes the latest admitted request; returns it with its tokens to encode again."""
         one = self._remove(next(reversed(self.at_work)))
-        new = one.waiting
+        new = one.waiting._replace(has_begun=True)
         if not one.decodes:
             return new
         written = self._written(one)  # its latest token is not in the cache yet

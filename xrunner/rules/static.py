@@ -237,7 +237,7 @@ class StaticRule:
         for one in reversed(left.values()):
             written = one.written + output
             self.waiting.appendleft(one._replace(
-                tokens=one.tokens + output, written=written,
+                tokens=one.tokens + output, written=written, has_begun=True,
                 forecast=self.forecaster.beyond(one.input_tokens, written, one.cap)))
         self._evicted = tuple(left)
         self._batch = _Batch(self.num_groups, self.group_kv_tokens)

@@ -161,7 +161,7 @@ def withdraw_waiting(rule: "BatchingRule", count: int) -> list[int]:
     taken, kept = list[int](), list[Any]()
     while waiting and len(taken) < count:
         one = waiting.pop()
-        if getattr(one, "written", 0):  # evicted: it has begun
+        if getattr(one, "has_begun", False):  # it was evicted
             kept.append(one)
         else:
             taken.append(one[0])

@@ -105,8 +105,9 @@ def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = N
                             for name in figures[0]}
     for name in ("tpot_p50_s", "tpot_p99_s"):
         mean[name] = None if math.isnan(mean[name]) else mean[name]
-    return JobPrediction(**mean, ends=None if deadlines_s is None else EndTimes(
-        np.concatenate(ends_s), np.tile(deadlines_s[np.isfinite(deadlines_s)], len(ends_s))))
+    own_s = np.empty(0) if deadlines_s is None else deadlines_s[np.isfinite(deadlines_s)]
+    return JobPrediction(**mean, ends=None if not len(own_s) else EndTimes(
+        np.concatenate(ends_s), np.tile(own_s, len(ends_s))))
 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,

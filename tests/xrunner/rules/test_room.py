@@ -108,3 +108,13 @@ def test_greedy_admission_evicts_hundreds():
     _, evictions, most = _means("greedy", None)
     assert evictions == pytest.approx(390, rel=0.15)
     assert most <= 43_437
+
+
+def test_a_partly_encoded_request_that_was_evicted_counts_as_begun():
+    """It is not given back to another replica, which would encode it a second time."""
+    rooms, waiting = Rooms.even(1, 40, Admission(rule="greedy")), deque[Waiting]()
+    assert rooms.admit(0, Waiting(0, 30, 10)) and rooms.admit(0, Waiting(1, 28, 24), decodes=False)
+    for _ in range(6):
+        rooms.of_group[0].advance()
+    assert rooms.make_room(0, waiting) == (1,)
+    assert waiting[0].written == 0 and waiting[0].has_begun

@@ -17,7 +17,7 @@ from xgpt.report.table import paragraph
 from xgpt.report.words import counted
 from xgpt.requests.spool import Spool
 from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE
-from xrunner.files.expired import num_expired
+from xrunner.files.expired import expired_requests
 from xrunner.files.lock import StopRequest
 from xrunner.files.results import ResultWriter, answered, count_results
 from xrunner.files.sink import read_underway
@@ -48,7 +48,7 @@ class Deaths:
     def next_leg(self) -> Leg | None:
         """The queries to run next; None where every query is answered."""
         done, total = answered(self._results), len(Spool(self._plan.output))
-        left = total - done.total - num_expired(self._plan.output)
+        left = total - done.total - len(self._expired())
         if total and left <= 0:
             return None
         # few: no list of ten million queries
@@ -84,7 +84,14 @@ class Deaths:
             finish_reason="error", text="", encode_start_s=0.0, first_token_s=0.0,
             last_token_s=0.0, error="ranks died three times at work on it, the last time alone: "
             + " ".join(cause.split())[-300:]))
+        writer.leave_out(self._expired())
         writer.close()
+
+    def _expired(self) -> list[int]:
+        """Requests that have expired, and have no answer."""
+        done = answered(self._results)
+        return [query for query in expired_requests(self._plan.output)
+                if query >= done.written and query not in done.held]
 
     def _read(self) -> dict[int, int]:
         try:

@@ -330,6 +330,7 @@ def save_requests(opened: OpenedJob, plan: RunPlan, schedule: Schedule, requests
     rows = save_runnable(requests, spool, plan, problem.model)
     queries = query_lengths(requests, problem.default_max_tokens, problem.model)
     assert queries is not None, "a run tokenises its requests"
+    is_continued = is_continued and answered(plan.output / RESULTS_FILE).total > 0
     if note := keep_forecasts(plan.output, problem, queries, rows, is_continued=is_continued):
         tell.say(paragraph(note))
     if not is_continued:

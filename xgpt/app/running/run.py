@@ -65,6 +65,7 @@ from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of, program_of
+from xrunner.files.expired import num_expired
 from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
@@ -223,6 +224,10 @@ class Run:
         others_share = self._contention.others_share()
         if not account.is_file() and has_all_results(self.plan):  # the last got an error
             return adopt_results(opened, self.timing, self.schedule, why="")
+        if not account.is_file():  # all others have expired
+            total, expired = num_queries(self.output) or 0, num_expired(self.output)
+            refuse_expired(opened, {"expired": expired}, {
+                "queries": total - expired, "queries_total": total, **job_facts(opened.job)})
         measured = json.loads(account.read_text(encoding="utf-8"))
         decisions = [] if self._rescheduler is None else self._rescheduler.decisions
         learned = self._learned(others_share) if measured["state"] == "done" else ""
