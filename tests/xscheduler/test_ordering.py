@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
-from xgpt.core.constraint import latency_constraint
+from xgpt.core.constraint import deadline_bound, latency_constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
+from xgpt.core.lengths import synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xscheduler.evaluator import predict
@@ -85,3 +86,17 @@ def test_sampled_outputs_tell_no_gain_from_chance():
     sampled = replace(problem, is_synthetic=False, queries=QueryLengths(
         inputs=ones, most_outputs=np.full(COUNT, problem.lengths.outputs.max)))
     assert with_order(sampled, roofline_of(problem), schedule).order == "input"
+
+
+def test_a_few_urgent_requests_decide_the_order_if_they_alone_have_deadlines():
+    """Lateness is a share of those that have a deadline, here the last thirty of a thousand."""
+    problem, schedule = job_of("rra")
+    inputs, outputs = synthetic_lengths(problem.lengths, COUNT, problem.seed)
+    deadlines_s = np.full(COUNT, np.inf)
+    deadlines_s[-30:] = 0.4 * makespan_s(problem, schedule)
+    constraint = replace(problem.constraint, bounds=(
+        *problem.constraint.bounds, deadline_bound()))
+    problem = replace(problem, is_synthetic=False, constraint=constraint, queries=QueryLengths(
+        inputs=inputs, most_outputs=outputs, outputs=outputs, deadlines_s=deadlines_s))
+    found = with_order(problem, roofline_of(problem), schedule)
+    assert found.order == "deadline"
