@@ -21,7 +21,7 @@ JOB = """
 model: {model}
 cluster: local
 workload: {{requests: requests.jsonl, output_tokens: {{mean: 15, std: 8, max: 40}}}}
-schedule: {{policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1}}
+schedule: {{policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1, order: input}}
 run: {{dtype: float32, threads_per_rank: 1}}
 slurm: {{{slurm}}}
 output: out
