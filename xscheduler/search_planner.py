@@ -103,9 +103,7 @@ class SearchPlanner:
         if not found:
             check(self.problem, self._timing)
             raise refusal_of(self.problem, self._timing, self.search, keeps, latency_bound_s)
-        if any(one.cell.room > 1 for one in found):  # another admission rule than the simplest
-            found = _as_good(self.search, keeps, lambda cell: cell.room == 1,
-                             (1 - TIE) * total_qps(found)) or found
+        found = _by_simplest_admission(self.search, keeps, found)
         margin = self._margin(keeps, found) if has_margin else Margin()
         best_qps, is_tied = total_qps(found), False
         is_wide = math.isinf(latency_bound_s) or margin.factor > 1 + WIDE * NEAR
@@ -309,6 +307,15 @@ def together(found: Sequence[Found]) -> Estimate:
     """Replicas of one shape or several, those on most devices first."""
     first, *others = (shown(one) for one in found)
     return first.beside(tuple(replace(one, notes=()) for one in others))
+
+
+def _by_simplest_admission(search: Search, keeps: Feasibility,
+                           found: list[Found]) -> list[Found]:
+    """Replicas with the simplest admission rule if these are as good as `found`; else `found`."""
+    if all(one.cell.room == 1 for one in found):
+        return found
+    return _as_good(search, keeps, lambda cell: cell.room == 1,
+                    (1 - TIE) * total_qps(found)) or found
 
 
 def _as_good(search: Search, keeps: Feasibility, is_wanted: Callable[[Cell], bool],

@@ -23,9 +23,12 @@ def num_expired(output: Path) -> int:
 
 def expired_requests(output: Path) -> list[int]:
     """All requests of the expired lines in errors.jsonl, in order."""
+    rows = [row for row in _rows(output) if _code(row) == EXPIRED]
+    if not rows:
+        return []
     spool = Spool(output)
-    lines = {_place(row, spool.files) for row in _rows(output) if _code(row) == EXPIRED}
-    return [query for query, record in enumerate(spool.records() if lines else ())
+    lines = {_place(row, spool.files) for row in rows}
+    return [query for query, record in enumerate(spool.records())
             if (record.file, record.line) in lines]
 
 

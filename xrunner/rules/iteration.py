@@ -96,11 +96,8 @@ class ContinuousRule:
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
                forecast: int = 0) -> bool:
-        new = Waiting(query, reserve_tokens, input_tokens, forecast=forecast)
-        if not self.rooms.fits(new):
-            return False
-        self.waiting.append(new)
-        return True
+        return self.rooms.queue(Waiting(query, reserve_tokens, input_tokens, forecast=forecast),
+                                self.waiting)
 
     def next_group(self) -> int | None:
         rooms = self.rooms.of_group

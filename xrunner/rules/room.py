@@ -263,10 +263,14 @@ class Rooms:
         """Whether requests that have begun may be evicted."""
         return self.of_group[0].evicts
 
-    def fits(self, new: Waiting) -> bool:
-        """Whether a group has room for the request when nobody else is at work there."""
+    def queue(self, new: Waiting, waiting: deque[Waiting]) -> bool:
+        """Appends a request to `waiting` if a group has room for it when nobody else is at work
+        there. Returns whether it did."""
         room = self.of_group[0]
-        return room.in_units(max(new.reserve, new.tokens)) <= room.tokens
+        if room.in_units(max(new.reserve, new.tokens)) > room.tokens:
+            return False
+        waiting.append(new)
+        return True
 
     @property
     def forecaster(self) -> Forecaster:

@@ -111,7 +111,7 @@ def test_greedy_admission_evicts_hundreds():
 
 
 def test_a_partly_encoded_request_that_was_evicted_counts_as_begun():
-    """It is not given back to another replica, which would encode it a second time."""
+    """Otherwise another replica could be given it, and encode it a second time."""
     rooms, waiting = Rooms.even(1, 40, Admission(rule="greedy")), deque[Waiting]()
     assert rooms.admit(0, Waiting(0, 30, 10)) and rooms.admit(0, Waiting(1, 28, 24), decodes=False)
     for _ in range(6):

@@ -16,7 +16,7 @@ from xgpt.report.table import paragraph
 from xgpt.report.words import counted
 from xgpt.requests.spool import Spool
 from xgpt.run_folder.files import RESULTS_FILE, START_FILE, write_start
-from xrunner.files.expired import num_expired
+from xrunner.files.expired import expired_requests
 from xrunner.files.results import answered
 from xrunner.plan import RunPlan
 from xsimulator.replay.prediction import JobPrediction
@@ -26,7 +26,7 @@ def keep_start(opened: OpenedJob, expired: int = 0) -> int:
     """Keeps the job's start in its folder; returns the number of its requests that have expired.
     Call it before errors.jsonl is written anew."""
     output = opened.job.output
-    expired = max(expired, num_expired(output),
+    expired = max(expired, len(expired_requests(output)),
                   int(read_object(output / START_FILE).get("expired", 0)))
     write_start(output, opened.started, opened.requests, expired)
     return expired

@@ -1,4 +1,4 @@
-"""What runs next after rank deaths, beside requests that have expired."""
+"""Rank deaths beside requests that have expired: the next leg, and the end of the job."""
 
 import json
 
@@ -12,7 +12,7 @@ from plans import plan_of  # noqa: E402
 from xgpt.app.running.deaths import Deaths, Leg  # noqa: E402
 from xgpt.requests.spool import Record, SpoolWriter  # noqa: E402
 from xgpt.run_folder.files import DEATHS_FILE  # noqa: E402
-from xrunner.files.expired import write_expired  # noqa: E402
+from xrunner.files.expired import expired_requests, write_expired  # noqa: E402
 
 
 def test_a_suspect_beside_an_expired_line_of_four_answers_ends_the_job(tmp_path, made):
@@ -21,7 +21,7 @@ def test_a_suspect_beside_an_expired_line_of_four_answers_ends_the_job(tmp_path,
     for sample in range(4):
         spool.add(Record(id="four", line=2, sample=sample, choices=4), [5])
     spool.save(tmp_path, np.array([(query, 3) for query in range(5)]), 0)
-    assert write_expired(tmp_path, [2]) == [1, 2, 3, 4]
+    assert write_expired(tmp_path, [2]) == [1, 2, 3, 4] == expired_requests(tmp_path)
     (tmp_path / DEATHS_FILE).write_text(json.dumps(
         {"fingerprint": plan.fingerprint, "deaths": {"0": 2}}))
     deaths = Deaths(plan)
