@@ -55,7 +55,7 @@ def answers(out: Path) -> dict[str, list[int]]:
 def test_a_job_is_executed_exactly(tmp_path, toy, vllm_python, cache):
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: rra, encode_batch: 5, "
-                  "decode_iterations: 4, decode_micro_batches: 2, encode_chunk: 0")
+                  "decode_iterations: 4, decode_micro_batches: 2, encode_chunk: 0, order: input")
     metrics, out = submit(job, cache), tmp_path / "out"
     assert metrics["status"] == "done" and metrics["engine"] == "vllm"
     assert answers(out) == {q.id: toys.generate(model, q) for q in QUERIES}
@@ -109,7 +109,8 @@ def test_two_processes_divide_each_layer(tmp_path, toy, vllm_python, cache):
     """Its own tensor parallelism: what its processes tell each other is in the steps' times."""
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: rra, encode_batch: 5, "
-                  "decode_iterations: 4, decode_micro_batches: 1, encode_chunk: 0", ranks=2)
+                  "decode_iterations: 4, decode_micro_batches: 1, encode_chunk: 0, "
+                  "order: input", ranks=2)
     metrics, out = submit(job, cache), tmp_path / "out"
     assert metrics["status"] == "done" and metrics["throughput_qps"]["predicted"] > 0
     assert answers(out) == {q.id: toys.generate(model, q) for q in QUERIES}
