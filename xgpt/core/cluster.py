@@ -55,6 +55,9 @@ class Link:
         return self.bandwidth_bytes_per_s, self.has_peer_access, -self.latency_s
 
 
+# Tokens of a KV block, by the kind of device (xrunner.engine.kv).
+KV_BLOCK_TOKENS = {"gpu": 16, "cpu": 128}
+
 # Default rates of loading weights. SSD: sequential read rate on data sheets of data-centre drives
 # on PCIe 4.0 x4 (6.8 to 7.0 GB/s; the bus carries 7.88). DRAM: a rough constant for one process
 # that copies pageable memory to its device through a pinned buffer, by one CPU thread. It lies in

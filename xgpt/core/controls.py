@@ -233,7 +233,8 @@ class Adjustment:
     `order`: in which order requests are run; "auto" leaves the choice to the planner. `window`:
     number of consecutive requests that are ordered among themselves, 0 for the whole job.
     `routing`: one of ROUTINGS, how replicas share the requests. `admission`: its rule None leaves
-    the choice to the planner. `batches`: how static batches are formed."""
+    the choice to the planner. `batches`: how static batches are formed. `prefixes`: whether shared
+    prefixes are encoded once."""
 
     share: float | None = None  # by which an encode batch's tokens may leave their mean
     steers: bool | None = None  # whether encode batches steer the decode batch to its mean
@@ -242,3 +243,4 @@ class Adjustment:
     routing: str = LEAST_TOKENS
     admission: Admission = Admission()
     batches: Batches | None = None
+    prefixes: Literal["auto", "off"] = "auto"

@@ -53,6 +53,7 @@ class Policy:
     is_baseline: bool = False  # whether gains are measured against it
     has_even_batches: bool = False  # whether encode batches are kept even while a job runs
     is_changeable: bool = False  # whether control variables may change while a job runs
+    shares_prefixes: bool = False  # whether a prefix of several requests is encoded once
     # rules of admission to choose from if the job names none, the simplest first; (): it has none
     admits: tuple[AdmissionRule, ...] = ()
     # function from an Estimate to the limits that its rule may take up while it runs, if steps take
@@ -122,7 +123,7 @@ def _continuous(name: str, title: str, words: str, rules: str, *more: Variable, 
         controls="xgpt.core.controls:ContinuousControls", rules=f"xrunner.rules.{rules}",
         formula="xsimulator.rough.one_pool:Continuous", is_searched=True, turn=turn, admits=admits,
         limits="xrunner.rules.iteration:step_limits",
-        is_decoder_only=True)
+        is_decoder_only=True, shares_prefixes=True)
 
 
 _ROWS = (
@@ -132,7 +133,7 @@ _ROWS = (
            variables=(_ENCODE_BATCH, _ITERATIONS, _GROUP_A_STAGE, _CHUNK),
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
            formula="xsimulator.rough.one_pool:Rra", is_searched=True, is_papers=True,
-           has_even_batches=True, is_changeable=True, admits=_RESERVING),
+           has_even_batches=True, is_changeable=True, admits=_RESERVING, shares_prefixes=True),
     _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "
          "divided by computing time"),
     _waa("waa-m", "WAA-M", "workload-aware allocation: some devices encode, the others decode, "

@@ -16,6 +16,7 @@ from xgpt.core.constraint import Constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.units import WEIGHT_BYTES
 
 # The sizes that decide where a schedule can place layers and heads. Defaults are resolved
@@ -112,13 +113,15 @@ class QueryLengths:
     """Tokens of each request, [requests]. `most_outputs`: most output tokens, which are reserved.
     `outputs`: output tokens if known beforehand; None: the model decides. `forecasts`: [requests,
     3] least, expected and most output tokens by a forecast; None: none is made beforehand.
-    `deadlines_s`: seconds from the job's start, infinite for none; None: no request has one."""
+    `deadlines_s`: seconds from the job's start, infinite for none; None: no request has one.
+    `prefixes`: which requests begin alike; None: none do, or nothing is shared."""
 
     inputs: IntArray
     most_outputs: IntArray
     outputs: IntArray | None = None
     forecasts: IntArray | None = None
     deadlines_s: FloatArray | None = None
+    prefixes: Prefixes | None = None
 
     @property
     def expected_outputs(self) -> IntArray:

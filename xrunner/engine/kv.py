@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xgpt.core.cluster import KV_BLOCK_TOKENS
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import format_bytes
@@ -33,7 +34,7 @@ from xrunner.rules.slots import apply_moves, compaction_moves
 # Tokens of a block. On a GPU as in vLLM; on a CPU the keys whose scores attention holds at a time
 # (csrc/ops/cpu/decode_isa.h). Measured on one AVX-512 core, 32 requests of 200 tokens, bfloat16:
 # blocks of 128 are as quick as rows, of 64 take 5 % longer, of 16 take 1.7 times as long.
-BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
+BLOCK_TOKENS = {"cuda": KV_BLOCK_TOKENS["gpu"], "cpu": KV_BLOCK_TOKENS["cpu"]}
 
 
 class KvShape(NamedTuple):

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from xrunner.rules.room import Waiting
+from xrunner.rules.prefixes import Unshared
+from xrunner.rules.room import Rooms, Waiting
 from xrunner.rules.steps import Chunk
 
 Encoded = tuple[tuple[Chunk, ...], tuple[int, ...]]  # a step's chunks, requests that end with it
@@ -24,6 +25,11 @@ class PartialInput(NamedTuple):
     tokens: int
     done: int = 0
 
+    @classmethod
+    def of(cls, new: Waiting, prefixes: Unshared) -> PartialInput:
+        """The input of an admitted request, of which the tokens that it shares are encoded."""
+        return cls(new.query, new.tokens + new.shared, prefixes.first.get(new.query, 0))
+
     @property
     def is_whole(self) -> bool:
         return self.done == self.tokens
@@ -35,6 +41,14 @@ class PartialInput(NamedTuple):
                 self._replace(done=self.done + size))
 
 
+def whole_input(new: Waiting, prefixes: Unshared) -> tuple[Chunk, ...]:
+    """An admitted request's input as one chunk; () where steps encode whole inputs."""
+    if not prefixes.is_shared:
+        return ()
+    part = PartialInput.of(new, prefixes)
+    return (prefixes.encode(part.next(part.tokens)[0]),)
+
+
 class _Parts:
     """Each group's partly encoded request."""
 
@@ -44,7 +58,7 @@ class _Parts:
         self._parts: list[PartialInput | None] = [None] * num_groups
 
     def _encoded(self, group: int, left: int, waiting: deque[Waiting],
-                 begin: Callable[[Waiting], bool]) -> Encoded:
+                 begin: Callable[[Waiting], bool], prefixes: Unshared) -> Encoded:
         """Chunks of a step of at most `left` tokens, and the requests completed by them. `begin`:
         admits the first waiting request, or returns False if there is no room."""
         chunks, joined, part = list[Chunk](), list[int](), self._parts[group]
@@ -52,10 +66,10 @@ class _Parts:
             if part is None:
                 if not waiting or not begin(waiting[0]):
                     break  # keep the input's order: a smaller request behind does not overtake
-                first = waiting.popleft()
-                part = PartialInput(first.query, first.tokens)
+                new = waiting.popleft()
+                part = PartialInput.of(new, prefixes)
             chunk, part = part.next(left)
-            chunks.append(chunk)
+            chunks.append(prefixes.encode(chunk))
             left -= chunk.tokens
             if part.is_whole:
                 joined.append(part.query)
@@ -74,7 +88,7 @@ class PhaseChunks(_Parts):
     def __init__(self, limit: int, num_groups: int) -> None:
         super().__init__(limit, num_groups)
         self._assigned: list[deque[Waiting]] = [deque() for _ in range(num_groups)]  # not begun
-        self._tokens, self._sizes = [0] * num_groups, [0] * num_groups  # tokens left; largest chunk
+        self._sizes = [0] * num_groups  # largest chunk of each group
         self._every = 1
 
     def waiting(self, group: int | None = None) -> list[Waiting]:
@@ -88,28 +102,27 @@ class PhaseChunks(_Parts):
     def assign(self, group: int, queries: Sequence[Waiting]) -> None:
         """Assigns requests to the group, behind those it has."""
         self._assigned[group] += queries
-        self._tokens[group] += sum(query.tokens for query in queries)
 
-    def begin_phase(self, iterations: int) -> None:
+    def begin_phase(self, iterations: int, rooms: Rooms) -> None:
         """Sets chunk sizes and their spacing for a phase of so many iterations."""
-        most = max(self._tokens)
+        left = [rooms.to_encode(*own) + (0 if part is None else part.tokens - part.done)
+                for own, part in zip(self._assigned, self._parts, strict=True)]
+        most = max(left)
         self._every = min(max(self.limit * iterations // max(most, 1), 1), iterations)
         times = -(-iterations // self._every)
-        self._sizes = [min(-(-tokens // times), self.limit) for tokens in self._tokens]
+        self._sizes = [min(-(-tokens // times), self.limit) for tokens in left]
 
-    def take(self, group: int, iteration: int, begin: Callable[[Waiting], bool]) -> Encoded:
+    def take(self, group: int, iteration: int, begin: Callable[[Waiting], bool],
+             prefixes: Unshared) -> Encoded:
         """Chunks and completed requests of the group in this iteration, counted from 1."""
         if (iteration - 1) % self._every:
             return (), ()
-        chunks, joined = self._encoded(group, self._sizes[group], self._assigned[group], begin)
-        self._tokens[group] -= sum(chunk.tokens for chunk in chunks)
-        return chunks, joined
+        return self._encoded(group, self._sizes[group], self._assigned[group], begin, prefixes)
 
     def drop(self, group: int, evicted: Collection[int]) -> None:
         """Forgets the group's partly encoded request if it is among the evicted."""
         part = self._parts[group]
         if part is not None and part.query in evicted:
-            self._tokens[group] -= part.tokens - part.done
             self._parts[group] = None
 
 
@@ -127,6 +140,6 @@ class DecodePoolInputs(_Parts):
     def add(self, waiting: Waiting) -> None:
         self._waiting.append(waiting)
 
-    def take(self, group: int, begin: Callable[[Waiting], bool]) -> Encoded:
+    def take(self, group: int, begin: Callable[[Waiting], bool], prefixes: Unshared) -> Encoded:
         """Chunks and completed requests of the group's next step."""
-        return self._encoded(group, self.limit, self._waiting, begin)
+        return self._encoded(group, self.limit, self._waiting, begin, prefixes)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from xgpt.core.controls import Admission, ContinuousControls
 from xgpt.core.schedule import Estimate
+from xrunner.rules.chunks import whole_input
+from xrunner.rules.prefixes import SharedPrefixes
 from xrunner.rules.room import Rooms, Waiting
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, kind_of
+from xrunner.rules.steps import Chunk, KvBudget, Step, kind_of
 
 
 class Turns:
@@ -91,13 +93,16 @@ class ContinuousRule:
 
     @property
     def kv_budget(self) -> KvBudget:
-        room = self.rooms.of_group[0]
-        return KvBudget(room.tokens, room.unit)
+        return self.rooms.budget
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
                forecast: int = 0) -> bool:
-        return self.rooms.queue(Waiting(query, reserve_tokens, input_tokens, forecast=forecast),
-                                self.waiting)
+        return self.rooms.submit(Waiting(query, reserve_tokens, input_tokens, forecast=forecast),
+                                 self.waiting)
+
+    def share_prefixes(self, prefixes: SharedPrefixes) -> None:
+        """Lets requests share prefixes."""
+        self.rooms.prefixes = prefixes
 
     def next_group(self) -> int | None:
         rooms = self.rooms.of_group
@@ -135,19 +140,22 @@ class OrcaRule(ContinuousRule):
 
     def decide(self) -> Step | None:
         group = self.turns.group
-        room, joined = self.rooms.of_group[group], tuple[int, ...]()
+        room, joined, chunks = self.rooms.of_group[group], tuple[int, ...](), tuple[Chunk, ...]()
         evicted = self.rooms.make_room(group, self.waiting)
         is_decode = room.num_decoding > 0
         if is_decode:
             room.advance()
         if self.waiting and not evicted and self.rooms.admit(
                 group, self.waiting[0], self.slots[group]):
-            joined = (self.waiting.popleft().query,)
+            new = self.waiting.popleft()
+            joined, chunks = (new.query,), whole_input(new, self.rooms.prefixes)
         number = self.turns.end()
         if not is_decode and not joined:
             return None
+        starts, released = self.rooms.prefixes.end_step()
         return Step(kind=kind_of(is_decode, joined), group=group, phase=number,
-                    iteration=int(is_decode), joined=joined, evicted=evicted)
+                    iteration=int(is_decode), joined=joined, chunks=chunks, evicted=evicted,
+                    starts=starts, released=released)
 
 
 def orca_rule(estimate: Estimate) -> OrcaRule:

@@ -10,7 +10,7 @@ from functools import partial
 
 from xgpt.core.controls import Admission, ContinuousControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.chunks import PartialInput
+from xrunner.rules.chunks import PartialInput, whole_input
 from xrunner.rules.iteration import ContinuousRule
 from xrunner.rules.room import Room, Rooms, Waiting
 from xrunner.rules.steps import Chunk, Step, StepKind, kind_of
@@ -58,22 +58,28 @@ class PagedRule(ContinuousRule):
 def _encode_or_decode(rule: PagedRule, index: int) -> Step | None:
     """An ENCODE step if a waiting request has room, else a DECODE step of all that run. An ENCODE
     step takes as many requests as the token budget holds."""
-    room, left, joined = rule.rooms.of_group[index], rule.token_budget, list[int]()
-    # an input longer than the budget is encoded alone: eviction makes inputs longer
-    while not joined or (rule.waiting and rule.waiting[0].tokens <= left):
-        if (new := rule.admitted(index)) is None:
+    rooms, left, joined, chunks = rule.rooms, rule.token_budget, list[int](), list[Chunk]()
+    room = rooms.of_group[index]
+    while rule.waiting:
+        tokens = rooms.to_encode(rule.waiting[0])
+        # an input longer than the budget is encoded alone: eviction makes inputs longer
+        if (joined and tokens > left) or (new := rule.admitted(index)) is None:
             break
-        left -= new.tokens
+        left -= tokens
         joined.append(new.query)
+        chunks += whole_input(new, rooms.prefixes)
     number = rule.turns.end()
     if joined:
+        starts, released = rooms.prefixes.end_step()
         return Step(kind=StepKind.ENCODE, group=index, phase=number, iteration=0,
-                    joined=tuple(joined))
+                    joined=tuple(joined), chunks=tuple(chunks), starts=starts, released=released)
     if not room.num_decoding:
         return None
     evicted = rule.make_room(index)
     room.advance()
-    return Step(kind=StepKind.DECODE, group=index, phase=number, iteration=1, evicted=evicted)
+    _, released = rooms.prefixes.end_step()
+    return Step(kind=StepKind.DECODE, group=index, phase=number, iteration=1, evicted=evicted,
+                released=released)
 
 
 def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
@@ -90,9 +96,9 @@ def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
             new = None if evicted else rule.admitted(index)
             if new is None:
                 break
-            part = PartialInput(new.query, new.tokens)
+            part = PartialInput.of(new, rule.rooms.prefixes)
         chunk, part = part.next(left)
-        chunks.append(chunk)
+        chunks.append(rule.rooms.prefixes.encode(chunk))
         left -= chunk.tokens
         if part.is_whole:
             room.begin(part.query)
@@ -101,9 +107,10 @@ def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
     rule.partial[index] = part
     if not is_decode and not chunks:
         return None
+    starts, released = rule.rooms.prefixes.end_step()
     return Step(kind=kind_of(is_decode, chunks), group=index, phase=number,
                 iteration=int(is_decode), joined=tuple(joined), chunks=tuple(chunks),
-                evicted=evicted)
+                evicted=evicted, starts=starts, released=released)
 
 
 vllm = partial(PagedRule, is_chunked=False)

@@ -30,12 +30,15 @@ from typing import NamedTuple
 
 from xgpt.core.controls import Admission, AdmissionRule
 from xrunner.rules.forecast import Forecaster
+from xrunner.rules.prefixes import SharedPrefixes, Unshared
+from xrunner.rules.steps import KvBudget
 
 
 class Waiting(NamedTuple):
     """A request that waits. `reserve`: most KV tokens that it may need. `tokens`: to encode, its
     input and `written` output tokens of an evicted one. `forecast`: its output tokens as forecast
-    beforehand; 0: the room's forecaster is asked. `has_begun`: it was evicted."""
+    beforehand; 0: the room's forecaster is asked. `has_begun`: it was evicted. `shared`: tokens of
+    its input in a shared prefix, which none of the others count."""
 
     query: int
     reserve: int
@@ -43,15 +46,21 @@ class Waiting(NamedTuple):
     written: int = 0
     forecast: int = 0
     has_begun: bool = False
+    shared: int = 0
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of its input that no other request shares."""
+        return self.tokens - self.written
 
     @property
     def input_tokens(self) -> int:
-        return self.tokens - self.written
+        return self.own_tokens + self.shared
 
     @property
     def cap(self) -> int:
         """Most output tokens."""
-        return self.reserve - self.input_tokens
+        return self.reserve - self.own_tokens
 
 
 class Caps:
@@ -96,6 +105,11 @@ def peak(ends: Sequence[End]) -> int:
     return most
 
 
+def _in_units(unit: int, tokens: int) -> int:
+    """`tokens`, rounded up to whole multiples of `unit`."""
+    return -(-tokens // unit) * unit
+
+
 class Room:
     """Tokens and requests of one group. Requests are admitted, decode from a later step on, and
     finish or are evicted."""
@@ -121,28 +135,33 @@ class Room:
         self._is_planned = self.rule not in ("reserve", "greedy")
 
     @property
-    def num_needed(self) -> int:
-        """Number of units that the next decode step takes."""
-        return self._starting[-self._steps % self.unit]
+    def grown(self) -> int:
+        """Tokens held after the next decode step, unless they were reserved."""
+        return self.held + self._starting[-self._steps % self.unit] * self.unit
 
     @property
-    def is_short(self) -> bool:
-        """Whether somebody must be evicted before the next decode step."""
-        return (self.evicts and len(self.at_work) > 1
-                and self.held + self.num_needed * self.unit > self.tokens)
+    def is_over(self) -> bool:
+        """Whether the next decode step would exceed the budget of a rule that evicts."""
+        return self.evicts and self.grown > self.tokens
 
-    def in_units(self, tokens: int) -> int:
-        """`tokens`, rounded up to whole units."""
-        return -(-tokens // self.unit) * self.unit
+    def fits(self, budget: int) -> bool:
+        """Tells whether those at work keep within a budget of so many tokens, by their
+        forecasts."""
+        if not self._is_planned:
+            return self.held <= budget
+        return self._whole + len(self.at_work) * (self.unit - 1) + peak(self._ends) <= budget
 
-    def has_room(self, new: Waiting, *, decodes: bool = True) -> bool:
+    def has_room(self, new: Waiting, *, decodes: bool = True, budget: int | None = None) -> bool:
         """Tells whether a request may join those at work; without any, it may. `decodes`: from the
-        next decode step on; else it counts with all it may write at every end."""
+        next decode step on; else it counts with all it may write at every end. `budget`: another
+        than the room's, which even a request alone must keep."""
+        most = self.tokens if budget is None else budget
         if not self.at_work:
-            return True
+            least = new.tokens if self.rule == "greedy" else new.reserve
+            return budget is None or _in_units(self.unit, least) <= budget
         if self.rule == "reserve":
-            return self.held + self.in_units(new.reserve) <= self.tokens
-        if self.held + self.in_units(new.tokens) + self.spare * self.unit > self.tokens:
+            return self.held + _in_units(self.unit, new.reserve) <= most
+        if self.held + _in_units(self.unit, new.tokens) + self.spare * self.unit > most:
             return False
         if self.rule == "greedy":
             return True
@@ -152,21 +171,21 @@ class Room:
         if self.rule == "reserve-static" or not decodes:
             whole += left
         if self.rule == "reserve-static":
-            return whole + sum(end.base + end.step for end in self._ends) <= self.tokens
+            return whole + sum(end.base + end.step for end in self._ends) <= most
         if self.rule == "reserve-dynamic":
             first = self._ends[0].step if self._ends else self._steps
             load = sum(end.base + first for end in self._ends[self.after_free:])
-            return whole + load + min(left, first - self._steps) * decodes <= self.tokens
+            return whole + load + min(left, first - self._steps) * decodes <= most
         if not decodes:
-            return whole + peak(self._ends) <= self.tokens
+            return whole + peak(self._ends) <= most
         ends, own = self._ends.copy(), End(self._steps + left, new.tokens - self._steps, new.query)
         ends.insert(bisect_left(ends, own), own)
-        return whole - new.tokens + peak(ends) <= self.tokens
+        return whole - new.tokens + peak(ends) <= most
 
     def admit(self, new: Waiting, *, decodes: bool = True) -> None:
         """Admits a request; `decodes` as of `has_room`, or `begin` says it later."""
         self.at_work[new.query] = one = _AtWork(new, self._left(new) if self._is_planned else 0)
-        self.held += self.in_units(new.reserve if self.rule == "reserve" else new.tokens)
+        self.held += _in_units(self.unit, new.reserve if self.rule == "reserve" else new.tokens)
         self._whole += new.tokens + one.left
         if decodes:
             self.begin(new.query)
@@ -184,7 +203,7 @@ class Room:
     def advance(self) -> None:
         """Lets every decoding request grow by one token."""
         if self.rule != "reserve":
-            self.held += self.num_needed * self.unit
+            self.held = self.grown
         self._steps += 1
 
     def advance_to(self, step: int) -> None:
@@ -205,7 +224,7 @@ class Room:
         if not one.decodes:
             return new
         written = self._written(one)  # its latest token is not in the cache yet
-        return new._replace(tokens=new.input_tokens + written, written=written)
+        return new._replace(tokens=new.own_tokens + written, written=written)
 
     def _remove(self, query: int) -> _AtWork:
         one = self.at_work.pop(query)
@@ -218,11 +237,11 @@ class Room:
                 del self._ends[bisect_left(self._ends, End(one.end, one.base, query))]
         else:
             self._whole -= tokens + one.left
-        self.held -= self.in_units(one.waiting.reserve if self.rule == "reserve" else tokens)
+        self.held -= _in_units(self.unit, one.waiting.reserve if self.rule == "reserve" else tokens)
         return one
 
     def _written(self, one: _AtWork) -> int:
-        return one.base + self._steps - one.waiting.input_tokens + 1
+        return one.base + self._steps - one.waiting.own_tokens + 1
 
     def _left(self, new: Waiting) -> int:
         """Tokens that the request is to write, by its forecast."""
@@ -237,16 +256,19 @@ class Room:
             one = self.at_work[self._ends.pop(0).query]
             new, written = one.waiting, self._written(one)
             total = max(self.forecaster.beyond(new.input_tokens, written, new.cap), written + 1)
-            one.end = new.input_tokens + total - one.base
+            one.end = new.own_tokens + total - one.base
             insort(self._ends, End(one.end, one.base, new.query))
 
 
 class Rooms:
-    """The rooms of a pool's groups, and which one each request at work is in."""
+    """The rooms of a pool's groups, and which one each request at work is in. Living prefixes count
+    once, in equal parts of all groups' budgets."""
 
     def __init__(self, rooms: Sequence[Room]) -> None:
         self.of_group = rooms
         self.room_of: dict[int, Room] = {}
+        self.prefixes: SharedPrefixes | Unshared = Unshared()
+        self._tokens = len(rooms) * rooms[0].tokens  # of all groups and prefixes
 
     @classmethod
     def even(cls, num_groups: int, tokens: int, admission: Admission | None = None) -> Rooms:
@@ -256,19 +278,34 @@ class Rooms:
     @property
     def held(self) -> int:
         """Number of KV tokens held over all groups."""
-        return sum(room.held for room in self.of_group)
+        return sum(room.held for room in self.of_group) + self.prefixes.tokens
 
     @property
     def evicts(self) -> bool:
         """Whether requests that have begun may be evicted."""
         return self.of_group[0].evicts
 
-    def queue(self, new: Waiting, waiting: deque[Waiting]) -> bool:
+    @property
+    def budget(self) -> KvBudget:
+        """The KV budget of a group; of all groups together if they share prefixes."""
+        return KvBudget(self._tokens if self.prefixes.is_shared else self.of_group[0].tokens,
+                        self.of_group[0].unit, is_shared=self.prefixes.is_shared)
+
+    def resize(self, group_tokens: int) -> None:
+        """Gives each group a budget of so many tokens."""
+        self._tokens = group_tokens * len(self.of_group)
+        self._set_budgets()
+
+    def submit(self, new: Waiting, waiting: deque[Waiting]) -> bool:
         """Appends a request to `waiting` if a group has room for it when nobody else is at work
-        there. Returns whether it did."""
-        room = self.of_group[0]
-        if room.in_units(max(new.reserve, new.tokens)) > room.tokens:
+        there. Returns whether it did. What it shares is taken from its tokens."""
+        room, shared = self.of_group[0], self.prefixes.shared(new.query)
+        if shared:
+            new = new._replace(reserve=new.reserve - shared, tokens=new.tokens - shared,
+                               shared=shared)
+        if _in_units(room.unit, max(new.reserve, new.tokens)) > self._budget(shared):
             return False
+        self.prefixes.submit(new.query)
         waiting.append(new)
         return True
 
@@ -285,25 +322,62 @@ class Rooms:
     def admit(self, group: int, new: Waiting, most: float = math.inf, *,
               decodes: bool = True) -> bool:
         """Admits a request if its group has room, and fewer than `most` requests. Returns whether
-        it did."""
-        room = self.of_group[group]
-        if len(room.at_work) >= most or not room.has_room(new, decodes=decodes):
+        it did. With shared prefixes, idle ones go if that helps."""
+        room, prefixes = self.of_group[group], self.prefixes
+
+        def fits(tokens: int) -> bool:
+            if not prefixes.is_shared:
+                return room.has_room(new, decodes=decodes)
+            budget = self._budget(tokens)
+            return room.has_room(new, decodes=decodes, budget=budget) and (
+                tokens <= prefixes.tokens
+                or all(one is room or one.fits(budget) for one in self.of_group))
+
+        if len(room.at_work) >= most or not prefixes.make_room(new.query, fits):
             return False
+        prefixes.admit(new.query)
         room.admit(new, decodes=decodes)
         self.room_of[new.query] = room
+        self._set_budgets()
         return True
+
+    def to_encode(self, *waiting: Waiting) -> int:
+        """Number of tokens that these encode together, none of which has begun."""
+        return sum([new.tokens for new in waiting]) + self.prefixes.to_encode(
+            [new.query for new in waiting])
 
     def make_room(self, group: int, waiting: deque[Waiting]) -> tuple[int, ...]:
         """Evicts until the group's requests can grow by a token. The evicted go to the front of
-        `waiting`; returns them, the latest admitted first."""
-        room, evicted = self.of_group[group], list[int]()
-        while room.is_short:
-            new = room.evict()
-            del self.room_of[new.query]
-            waiting.appendleft(new)
-            evicted.append(new.query)
+        `waiting`; returns them, the latest admitted first. Idle prefixes go before any request."""
+        room, prefixes, evicted = self.of_group[group], self.prefixes, list[int]()
+        # a request has room for all that it may write if no other is in its memory
+        others = self.room_of if prefixes.is_shared else room.at_work
+        while room.is_over:
+            if prefixes.let_go():
+                self._set_budgets()
+            elif len(others) > 1:
+                new = room.evict()
+                del self.room_of[new.query]
+                waiting.appendleft(new)
+                evicted.append(new.query)
+                prefixes.evict(new.query)
+                self._set_budgets()
+            else:
+                break
         return tuple(evicted)
 
     def finish(self, query: int) -> Waiting:
         """Removes a request that has its last token; returns it as it was admitted."""
+        self.prefixes.finish(query)
+        self._set_budgets()
         return self.room_of.pop(query).finish(query)
+
+    def _budget(self, prefix_tokens: int) -> int:
+        """Tokens of each group beside prefixes of so many, in whole units."""
+        unit = self.of_group[0].unit
+        return (self._tokens - prefix_tokens) // len(self.of_group) // unit * unit
+
+    def _set_budgets(self) -> None:
+        budget = self._budget(self.prefixes.tokens)
+        for room in self.of_group:
+            room.tokens = budget

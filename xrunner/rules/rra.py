@@ -20,10 +20,11 @@ from itertools import islice
 from xgpt.core.controls import EvenBatches, RraControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
-from xrunner.rules.chunks import PhaseChunks
+from xrunner.rules.chunks import PhaseChunks, whole_input
+from xrunner.rules.prefixes import SharedPrefixes
 from xrunner.rules.room import Rooms, Waiting
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, kind_of
+from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, kind_of
 
 UNEVEN = EvenBatches()  # batches as requests come
 
@@ -88,7 +89,13 @@ class RraRule:
     def make_room(self, slots: int, kv_tokens: int = 0) -> None:
         """Raises a group's largest sizes after changes: `slots` requests, `kv_tokens` reserved."""
         self.group_max_active = max(self.group_max_active, slots)
-        self.kv_reserve = KvBudget(max(self.kv_reserve.tokens, kv_tokens), 1)
+        tokens = kv_tokens * self.num_groups if self.kv_reserve.is_shared else kv_tokens
+        self.kv_reserve = self.kv_reserve._replace(tokens=max(self.kv_reserve.tokens, tokens))
+
+    def share_prefixes(self, prefixes: SharedPrefixes) -> None:
+        """Lets requests share prefixes. Partly encoded rows stay in place then, as with chunks."""
+        self.slot_use, self.rooms.prefixes = SlotUse.REUSED, prefixes
+        self.kv_reserve = self.rooms.budget
 
     def change(self, controls: PhaseControls, *, phase: int) -> None:
         """Applies `controls` from the start of `phase` on. Call it in the order of phases. Active
@@ -106,8 +113,8 @@ class RraRule:
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
                forecast: int = 0) -> bool:
-        return self.rooms.queue(Waiting(query, reserve_tokens, input_tokens, forecast=forecast),
-                                self.waiting)
+        return self.rooms.submit(Waiting(query, reserve_tokens, input_tokens, forecast=forecast),
+                                 self.waiting)
 
     def next_group(self) -> int | None:
         is_at_work = bool(self.rooms.room_of) or (
@@ -122,19 +129,25 @@ class RraRule:
         if self._chunks is not None:
             return self._decide_mixed(self._chunks)
         kind, group = StepKind.DECODE if self._iteration else StepKind.ENCODE, self._group
-        joined, evicted = list[int](), tuple[int, ...]()
+        joined, chunks, evicted = list[int](), list[Chunk](), tuple[int, ...]()
         has_work = self.rooms.of_group[group].num_decoding > 0
         if kind is StepKind.ENCODE:
             for _ in range(self._wanted(group)):
-                if not self._has_admitted(group, self.waiting[0]):
+                if not self.rooms.admit(group, self.waiting[0], self.controls.group_max_active):
                     break  # keep the input's order: a smaller request behind does not overtake
-                joined.append(self.waiting.popleft().query)
+                new = self.waiting.popleft()
+                joined.append(new.query)
+                chunks += whole_input(new, self.rooms.prefixes)
             has_work = bool(joined)
         elif has_work:
             evicted = self.rooms.make_room(group, self.waiting)
             self.rooms.of_group[group].advance()
-        step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
-                    joined=tuple(joined), evicted=evicted) if has_work else None
+        step = None
+        if has_work:
+            starts, released = self.rooms.prefixes.end_step()
+            step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
+                        joined=tuple(joined), chunks=tuple(chunks), evicted=evicted, starts=starts,
+                        released=released)
         self._advance()
         return step
 
@@ -154,7 +167,7 @@ class RraRule:
                 # a group that found no room for one phase's requests gets no more
                 if len(chunks.waiting(each)) < self.quota(each, self._phase):
                     chunks.assign(each, [self.waiting.popleft() for _ in range(self._wanted(each))])
-            chunks.begin_phase(self.controls.decode_iterations)
+            chunks.begin_phase(self.controls.decode_iterations, self.rooms)
         room, evicted = self.rooms.of_group[group], tuple[int, ...]()
         if room.num_decoding:
             evicted = self.rooms.make_room(group, self.waiting)
@@ -162,19 +175,19 @@ class RraRule:
         is_decode = room.num_decoding > 0
         if is_decode:
             room.advance()
-        encoded, joined = chunks.take(group, iteration, lambda waiting: not evicted and (
-            self._has_admitted(group, waiting)))
+        encoded, joined = chunks.take(group, iteration, lambda new: not evicted and (
+            self.rooms.admit(group, new, self.controls.group_max_active, decodes=False)),
+            self.rooms.prefixes)
         for query in joined:
             room.begin(query)
-        step = Step(kind=kind_of(is_decode, encoded), group=group, phase=self._phase,
-                    iteration=iteration, joined=joined, chunks=encoded,
-                    evicted=evicted) if is_decode or encoded else None
+        step = None
+        if is_decode or encoded:
+            starts, released = self.rooms.prefixes.end_step()
+            step = Step(kind=kind_of(is_decode, encoded), group=group, phase=self._phase,
+                        iteration=iteration, joined=joined, chunks=encoded, evicted=evicted,
+                        starts=starts, released=released)
         self._advance()
         return step
-
-    def _has_admitted(self, group: int, waiting: Waiting) -> bool:
-        return self.rooms.admit(group, waiting, self.controls.group_max_active,
-                                decodes=self._chunks is None)
 
     def _wanted(self, group: int) -> int:
         """Number of waiting requests that the group takes in this phase, if there is room for
@@ -207,8 +220,7 @@ class RraRule:
             _, self.controls = self.changes.popleft()
             if self._chunks is not None and self.controls.encode_chunk:
                 self._chunks.limit = self.controls.encode_chunk
-            for room in self.rooms.of_group:
-                room.tokens = self.controls.group_kv_tokens
+            self.rooms.resize(self.controls.group_kv_tokens)
 
 
 def rra_rule(estimate: Estimate) -> RraRule:

@@ -37,6 +37,17 @@ class Chunk:
     tokens: int
 
 
+class Start(NamedTuple):
+    """How a request begins whose prompt has shared prefixes (xrunner.rules.prefixes). Its `first`
+    tokens lie in the blocks of prefix `node` (-1: none, and `first` is 0). `writes`: (prefix, its
+    end in tokens) of those that it encodes for others."""
+
+    query: int
+    first: int
+    node: int
+    writes: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One micro-batch's pass through the pipeline.
@@ -47,6 +58,8 @@ class Step:
     `handed`: requests from the encode pool, which join with it and advance by one token.
     `chunks`: the tokens encoded, if not the whole inputs of those that join.
     `evicted`: requests that lose their KV before the step, and are encoded again later.
+    `starts`: of the requests that begin with this step, if prefixes are shared.
+    `released`: shared prefixes that are given up before the step.
     `iteration`: counts from 1 within a phase; 0 for ENCODE.
 
     A DECODE or MIXED step advances every active request of the group by one token."""
@@ -59,6 +72,8 @@ class Step:
     handed: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     evicted: tuple[int, ...] = ()
+    starts: tuple[Start, ...] = ()
+    released: tuple[int, ...] = ()
 
 
 class KvBudget(NamedTuple):
@@ -158,6 +173,7 @@ def withdraw_waiting(rule: "BatchingRule", count: int) -> list[int]:
     the rule. Returns their numbers in their order. A rule that allows this keeps them in a deque
     `waiting` of tuples that begin with the number."""
     waiting: deque[Any] = getattr(rule, "waiting", deque())
+    prefixes: Any = getattr(getattr(rule, "rooms", None), "prefixes", None)
     taken, kept = list[int](), list[Any]()
     while waiting and len(taken) < count:
         one = waiting.pop()
@@ -165,6 +181,8 @@ def withdraw_waiting(rule: "BatchingRule", count: int) -> list[int]:
             kept.append(one)
         else:
             taken.append(one[0])
+            if prefixes is not None and prefixes.is_shared:
+                prefixes.withdraw(one[0])
     waiting.extend(reversed(kept))
     return taken[::-1]
 

@@ -305,7 +305,7 @@ class WaaDecodeRule:
             return len(rooms.room_of) < self.planned and self._admit(
                 group, waiting, most, decodes=False)
 
-        chunks, joined = inputs.take(group, begin)
+        chunks, joined = inputs.take(group, begin, rooms.prefixes)
         for query in joined:
             rooms.of_group[group].begin(query)
         if not is_decode and not chunks:

@@ -19,6 +19,7 @@ from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.forecast import forecaster_of, with_forecasts
+from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for, set_deadlines, set_forecaster
 from xsimulator.replay.event_replay import run
 from xsimulator.replay.native_replay import NativeReplay, replay_natively
@@ -74,6 +75,7 @@ class Replayer:
         rules = rules_for(self.estimate)
         for rule in rules:
             set_deadlines(rule, queries.deadlines_s)
+            set_prefixes(rule, queries.prefixes)
             if self._forecaster is not None:
                 set_forecaster(rule, self._forecaster)
         return rules

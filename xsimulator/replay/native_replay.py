@@ -182,11 +182,11 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
 
 def _of_rooms(job: ReplayJob, rooms: Rooms, slots: Sequence[int], kind: int, facts: Sequence[int],
               figures: Sequence[float] = ()) -> _NativeInput | None:
-    """Input for a pool whose groups have rooms; None for forecasts that csrc does not know. slots:
-    most requests of each group. facts, figures: of its rule."""
+    """Input for a pool whose groups have rooms; None for forecasts that csrc does not know, and for
+    shared prefixes. slots: most requests of each group. facts, figures: of its rule."""
     room, lengths = rooms.of_group[0], job.lengths
     forecasts = _forecasts(job, room.forecaster)
-    if forecasts is None:
+    if forecasts is None or rooms.prefixes.is_shared:
         return None
     needed = np.maximum(lengths.reserves, lengths.inputs)
     terms = [len(rooms.of_group), room.tokens, ADMISSION_RULES.index(room.rule), room.after_free,

@@ -175,7 +175,7 @@ class PoolHead:
         """(first token, tokens) of each input or chunk that is encoded; records their starts."""
         queries = self._queries
         if step.chunks:
-            queries.begin([chunk.query for chunk in step.chunks if chunk.first == 0], now)
+            queries.begin([chunk.query for chunk in step.chunks], now)
             return [(chunk.first, chunk.tokens) for chunk in step.chunks]
         queries.begin(step.joined, now)
         inputs, generated = queries.inputs, queries.generated

@@ -1,0 +1,171 @@
+"""Rules that share prefixes, driven without a model: what each step reads must be in the cache."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from xgpt.core.controls import Admission, Forecasting
+from xgpt.core.prefixes import Prefixes
+from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.paged import sarathi, vllm
+from xrunner.rules.prefixes import set_prefixes
+from xrunner.rules.room import Rooms
+from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import StepKind
+
+BLOCK = 16
+MAKES = {
+    "rra": partial(RraRule, encode_batch=5, decode_iterations=3, max_active=12),
+    "rra in chunks": partial(RraRule, encode_batch=5, decode_iterations=3, max_active=12,
+                             encode_chunk=40),
+    "orca": partial(OrcaRule, max_active=9), "sarathi": partial(
+        sarathi, max_active=9, token_budget=32),
+    "prefill-first": partial(vllm, max_active=9, token_budget=200)}
+
+
+def forest(rng, num_requests: int) -> Prefixes:
+    """A random forest of at most three levels."""
+    parents, ends = [], []
+    for node in range(rng.integers(1, 9)):
+        parent = int(rng.integers(-1, node)) if node else -1
+        if parent >= 0 and parents[parent] >= 0 and parents[parents[parent]] >= 0:
+            parent = -1
+        parents.append(parent)
+        ends.append((ends[parent] if parent >= 0 else 0) + int(rng.integers(1, 70)))
+    return Prefixes(parents=np.array(parents), ends=np.array(ends), block_tokens=BLOCK,
+                    nodes=rng.integers(-1, len(ends), num_requests))
+
+
+class Driver:
+    """Works requests by a rule, and checks what it decides."""
+
+    def __init__(self, rule, prefixes: Prefixes | None, inputs, outputs, caps) -> None:
+        self.rule, self.prefixes, self.outputs = rule, prefixes, outputs
+        self.inputs, self.written = inputs, [0] * len(inputs)
+        self.cached = {}  # of requests at work: their tokens in the cache
+        self.lines = {}  # of living prefixes: tokens encoded
+        self.group_of, self.decoding, self.encoded, self.steps = {}, {}, 0, []
+        set_prefixes(rule, prefixes)
+        for query, (tokens, cap) in enumerate(zip(inputs, caps, strict=True)):
+            assert rule.submit(query, tokens + cap, tokens)
+
+    def run(self) -> "Driver":
+        idle = 0
+        while (group := self.rule.next_group()) is not None:
+            for query in [q for q, own in self.group_of.items() if own == group
+                          and self.written[q] >= self.outputs[q]]:
+                self.rule.finish(query)
+                del self.group_of[query], self.decoding[query], self.cached[query]
+            step = self.rule.decide()
+            idle = 0 if step is not None else idle + 1
+            assert idle < 1000, "the rule decides nothing any more"
+            if step is not None:
+                self.steps.append(step)
+                self.execute(step)
+            self.check_room()
+        assert self.written == self.outputs
+        return self
+
+    def execute(self, step) -> None:
+        for query in step.evicted:
+            del self.cached[query]
+            self.group_of.pop(query, None), self.decoding.pop(query, None)
+        for node in step.released:
+            del self.lines[node]
+        if step.kind is not StepKind.ENCODE:
+            for query, own in self.group_of.items():
+                if own == step.group:
+                    self.written[query] += 1
+                    self.cached[query] += 1
+        before = dict(self.lines)
+        starts, now = {start.query: start for start in step.starts}, set()
+        assert len(starts) == len(step.starts)
+        for start in step.starts:
+            for node, end in start.writes:
+                assert node not in self.lines and end == self.prefixes.ends[node]
+                self.lines[node] = 0
+        for chunk in step.chunks:
+            query, start = chunk.query, starts.get(chunk.query)
+            if query not in self.cached:
+                first = 0 if start is None else start.first
+                self.check_shared(query, first, start, before, now)
+                self.cached[query] = first
+            assert chunk.first == self.cached[query] and chunk.tokens > 0
+            self.cached[query] += chunk.tokens
+            self.encoded += chunk.tokens
+            for node in self.prefixes.chain(self.prefixes.nodes[query]):
+                if self.cached[query] >= self.prefixes.ends[node] and not self.lines[node]:
+                    self.lines[node] = int(self.prefixes.ends[node])
+                    now.add(node)
+        for query in step.joined:
+            if self.prefixes is None:
+                self.encoded += self.inputs[query] + self.written[query]
+                self.cached[query] = self.inputs[query] + self.written[query]
+            assert self.cached[query] == self.inputs[query] + self.written[query]
+            self.written[query] += 1
+            self.group_of[query], self.decoding[query] = step.group, True
+
+    def check_shared(self, query, first, start, before, now) -> None:
+        """What a request shares was encoded before, or is by this step in whole blocks."""
+        if not first:
+            return
+        chain = self.prefixes.chain(self.prefixes.nodes[query])
+        assert start.node in chain and first <= self.prefixes.ends[start.node]
+        assert before.get(start.node) or (start.node in now and first % BLOCK == 0)
+
+    def check_room(self) -> None:
+        rooms = self.rule.rooms
+        if self.prefixes is None:
+            return
+        assert rooms.prefixes.tokens == sum(
+            int(self.prefixes.own_tokens[node]) for node in rooms.prefixes.living)
+        if not rooms.evicts:
+            assert rooms.held <= rooms.budget.tokens
+        assert set(rooms.prefixes.living) >= {
+            node for query in self.cached
+            for node in self.prefixes.chain(self.prefixes.nodes[query])}
+
+
+def case(seed: int, name: str):
+    rng = np.random.default_rng(seed)
+    count, groups = int(rng.integers(1, 40)), int(rng.integers(1, 4))
+    prefixes = forest(rng, count)
+    inputs = (prefixes.shared + rng.integers(1, 60, count)).tolist()
+    caps = rng.integers(1, 40, count).tolist()
+    outputs = [int(rng.integers(1, cap + 1)) for cap in caps]
+    most = max(a + b for a, b in zip(inputs, caps, strict=True))
+    tokens = groups * -(-int(most * rng.uniform(1, 4)) // 16) * 16 + 16 * groups
+    rule = MAKES[name](num_groups=groups, kv_tokens=tokens)
+    kinds = ["reserve", "future-peak", "greedy", "reserve-dynamic", "reserve-static"]
+    admission = Admission(rule=kinds[seed % 5], forecast=Forecasting(
+        kind="distribution", use="expected") if seed % 2 else Forecasting())
+    if name in ("rra", "rra in chunks", "orca"):
+        rule.rooms = Rooms.even(groups, tokens, admission)
+    return rule, prefixes, inputs, outputs, caps
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_what_a_step_reads_is_in_the_cache(name):
+    for seed in range(150):
+        Driver(*case(seed, name)).run()
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_with_room_for_all_each_prefix_is_encoded_once(name):
+    prefixes = Prefixes(parents=np.array([-1, 0, 1]), ends=np.array([64, 128, 160]),
+                        nodes=np.arange(24) % 4 - 1, block_tokens=BLOCK)
+    inputs = (prefixes.shared + 10).tolist()
+    rule = MAKES[name](num_groups=2, kv_tokens=16 * 1000)
+    done = Driver(rule, prefixes, inputs, [5] * 24, [5] * 24).run()
+    assert done.encoded == 24 * 10 + 160
+    assert rule.rooms.held == rule.rooms.prefixes.tokens == 0, "the last request has gone"
+
+
+def test_of_two_idle_prefixes_the_one_needed_later_goes():
+    prefixes = Prefixes(parents=np.array([-1, -1, -1]), ends=np.array([100, 100, 100]),
+                        nodes=np.array([0, 1, 2, 1, 0]), block_tokens=BLOCK)
+    rule = OrcaRule(num_groups=1, max_active=1, kv_tokens=230)
+    done = Driver(rule, prefixes, [105] * 5, [2] * 5, [2] * 5).run()
+    assert [step.released for step in done.steps if step.released] == [(0,), (2,), (1,)]
+    assert done.encoded == 4 * 100 + 5 * 5, "prefix 0 is encoded twice"

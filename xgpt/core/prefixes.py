@@ -1,0 +1,57 @@
+"""Shared prefixes: which beginnings the prompts of a job have in common, as a forest. The KV cache
+of a prefix is computed once for all requests that begin with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from xgpt.core.lengths import IntArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prefixes:
+    """A forest of prefixes. A node's tokens follow those of its parent.
+
+    `parents`: [nodes] node, or -1; a parent comes before its children. `ends`: [nodes] tokens from
+    the prompt's begin to the node's end. `nodes`: [requests] the longest prefix of each request,
+    -1 for none. `block_tokens`: tokens of a KV block. `is_whole`: only whole blocks are shared."""
+
+    parents: IntArray
+    ends: IntArray
+    nodes: IntArray
+    block_tokens: int = 128
+    is_whole: bool = False
+
+    def __getitem__(self, rows: IntArray | slice) -> Prefixes:
+        """Returns the same forest for the requests `rows`, in this order."""
+        return replace(self, nodes=self.nodes[rows])
+
+    @cached_property
+    def own_tokens(self) -> IntArray:
+        """Tokens of each node that its parent lacks, [nodes]."""
+        before = np.where(self.parents >= 0, self.ends[self.parents], 0)
+        own: IntArray = self.ends - before
+        return own
+
+    @cached_property
+    def shared(self) -> IntArray:
+        """Tokens of each request that a prefix holds, [requests]."""
+        own: IntArray = np.where(self.nodes >= 0, self.ends[self.nodes], 0) if (
+            len(self.ends)) else np.zeros_like(self.nodes)
+        return own
+
+    def most_within(self, tokens: int) -> int:
+        """The most prefixes that are in a cache of so many tokens at a time."""
+        return int(np.searchsorted(np.cumsum(np.sort(self.own_tokens)), tokens, "right"))
+
+    def chain(self, node: int) -> Sequence[int]:
+        """The node and all above it, from the root on; () for -1."""
+        found = list[int]()
+        while node >= 0:
+            found.append(node)
+            node = int(self.parents[node])
+        return found[::-1]

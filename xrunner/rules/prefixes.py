@@ -1,0 +1,276 @@
+"""Shared prefixes in the KV cache of one replica: which are there, who encodes them, and which go.
+Free of torch, and without a clock.
+
+A prefix lives from the admission of the first of its requests until none of those submitted is
+left. The first request encodes it and all others read it. If room lacks, the prefix without a
+request at work goes whose next request is farthest in line (Belady's rule), and is encoded again
+later. Budgets count a request's own tokens, and each living prefix once."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from xgpt.core.prefixes import Prefixes
+from xrunner.rules.steps import BatchingRule, Chunk, Start
+
+StepParts = tuple[tuple[Start, ...], tuple[int, ...]]  # (Step.starts, Step.released)
+
+
+class Unshared:
+    """Stands for the shared prefixes of requests that share none."""
+
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.tokens = 0  # of all prefixes in the cache
+        self.first: dict[int, int] = {}  # of requests at work: tokens shared, if they share any
+
+    def shared(self, query: int) -> int:
+        """Tokens of the request's longest prefix."""
+        return 0
+
+    def submit(self, query: int) -> None:
+        """Puts a request at the end of the line."""
+
+    def to_encode(self, queries: Iterable[int]) -> int:
+        """Tokens of these waiting requests' prefixes that are not in the cache, each once."""
+        return 0
+
+    def make_room(self, query: int, fits: Callable[[int], bool]) -> bool:
+        """Lets idle prefixes go until those left fit, with what the request adds. `fits`: tells
+        whether prefixes of so many tokens do. Returns whether it succeeds; else all stay. The
+        request must also wait while another has encoded a prefix of both in part."""
+        return fits(0)
+
+    def let_go(self) -> bool:
+        """Lets the idle prefix go that is needed last; returns whether there was one."""
+        return False
+
+    def admit(self, query: int) -> None:
+        """Lets a waiting request begin with the step that is being decided."""
+
+    def encode(self, chunk: Chunk) -> Chunk:
+        """Records that the step encodes the chunk; returns it."""
+        return chunk
+
+    def finish(self, query: int) -> None:
+        """Records that a request at work has its last token."""
+
+    def evict(self, query: int) -> None:
+        """Puts a request at work back in front of the line. A prefix that it has encoded in part
+        goes."""
+
+    def end_step(self) -> StepParts:
+        """Ends the decision on a step; returns its parts about prefixes."""
+        return (), ()
+
+
+@dataclass(slots=True)
+class _Known:
+    """A prefix of submitted requests. `left`: those that have not ended. `line`: (place in line,
+    request) of those that wait, in order; some have begun since."""
+
+    left: int = 0
+    line: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class PrefixLine:
+    """The line of submitted requests, by prefix."""
+
+    def __init__(self, prefixes: Prefixes) -> None:
+        self.nodes: list[int] = prefixes.nodes.tolist()
+        self._prefixes = prefixes
+        self._chains: dict[int, Sequence[int]] = {-1: ()}
+        self._known: dict[int, _Known] = {}
+        self._places: dict[int, int] = {}  # of waiting requests
+        self._first = self._next = 0  # places of the next request at either end
+
+    def chain(self, query: int) -> Sequence[int]:
+        """The request's prefixes, each within the next."""
+        node = self.nodes[query]
+        chain = self._chains.get(node)
+        if chain is None:
+            chain = self._chains[node] = self._prefixes.chain(node)
+        return chain
+
+    def append(self, query: int) -> None:
+        """Puts a request at the end."""
+        self._places[query] = self._next
+        for node in self.chain(query):
+            known = self._known.setdefault(node, _Known())
+            known.left += 1
+            known.line.append((self._next, query))
+        self._next += 1
+
+    def begin(self, query: int) -> None:
+        """Takes a request out of the line; it has not ended."""
+        del self._places[query]
+
+    def put_back(self, query: int) -> None:
+        """Puts a request that had begun at the front."""
+        self._first -= 1
+        self._places[query] = self._first
+        for node in self.chain(query):
+            self._known[node].line.appendleft((self._first, query))
+
+    def end(self, query: int) -> list[int]:
+        """Forgets a request that has begun; returns its prefixes that nobody needs any more, the
+        longest first."""
+        gone = []
+        for node in reversed(self.chain(query)):
+            known = self._known[node]
+            known.left -= 1
+            if not known.left:
+                del self._known[node]
+                gone.append(node)
+        return gone
+
+    def next_use(self, node: int) -> float:
+        """Place in line of the prefix's next request; infinite without one."""
+        line = self._known[node].line
+        while line and self._places.get(line[0][1]) != line[0][0]:
+            line.popleft()
+        return line[0][0] if line else math.inf
+
+
+@dataclass(slots=True)
+class Living:
+    """A prefix in the cache. `at_work`: its requests at work. `is_encoded`: all its tokens are.
+    `is_new`: its last token is encoded by the step that is being decided."""
+
+    at_work: int = 0
+    is_encoded: bool = False
+    is_new: bool = False
+
+
+class SharedPrefixes(Unshared):
+    """The prefixes of one replica."""
+
+    is_shared = True
+
+    def __init__(self, prefixes: Prefixes) -> None:
+        super().__init__()
+        self.line, self.living = PrefixLine(prefixes), dict[int, Living]()
+        self._own: list[int] = prefixes.own_tokens.tolist()
+        self._ends: list[int] = prefixes.ends.tolist()
+        self._block_tokens, self._is_whole = prefixes.block_tokens, prefixes.is_whole
+        self._writing: dict[int, tuple[tuple[int, int], ...]] = {}  # (prefix, end) by request
+        self._new: list[int] = []  # encoded by the step that is being decided
+        self._starts: list[Start] = []
+        self._released: list[int] = []
+
+    def shared(self, query: int) -> int:
+        node = self.line.nodes[query]
+        return self._ends[node] if node >= 0 else 0
+
+    def submit(self, query: int) -> None:
+        self.line.append(query)
+
+    def withdraw(self, query: int) -> None:
+        """Takes a waiting request out of the line."""
+        self.line.begin(query)
+        self._release(self.line.end(query))
+
+    def to_encode(self, queries: Iterable[int]) -> int:
+        nodes = {node for query in queries for node in self.line.chain(query)}
+        return sum([self._own[node] for node in nodes if node not in self.living])
+
+    def make_room(self, query: int, fits: Callable[[int], bool]) -> bool:
+        chain = self.line.chain(query)
+        if any(one is not None and not one.is_encoded for one in map(self.living.get, chain)):
+            return False
+        tokens, idle, count = self.tokens + self.to_encode([query]), self._idle(chain), 0
+        while not fits(tokens):
+            if count == len(idle):
+                return False
+            tokens -= self._own[idle[count]]
+            count += 1
+        self._release(idle[:count])
+        return True
+
+    def let_go(self) -> bool:
+        idle = self._idle()
+        self._release(idle[:1])
+        return bool(idle)
+
+    def admit(self, query: int) -> None:
+        self.line.begin(query)
+        chain, first, source, writes = self.line.chain(query), 0, -1, []
+        for node in chain:
+            one, end = self.living.get(node), self._ends[node]
+            if one is None:
+                one = self.living[node] = Living()
+                self.tokens += self._own[node]
+                writes.append((node, end))
+            else:
+                # what this step writes can be read by it, but not copied
+                if one.is_new or self._is_whole:
+                    end = end // self._block_tokens * self._block_tokens
+                if end > first:
+                    first, source = end, node
+            one.at_work += 1
+        if chain:
+            self.first[query] = first
+            self._starts.append(Start(query, first, source, tuple(writes)))
+        if writes:
+            self._writing[query] = tuple(writes)
+
+    def encode(self, chunk: Chunk) -> Chunk:
+        end, left = chunk.first + chunk.tokens, []
+        for node, last in self._writing.pop(chunk.query, ()):
+            if last > end:
+                left.append((node, last))
+                continue
+            self.living[node].is_encoded = self.living[node].is_new = True
+            self._new.append(node)
+        if left:
+            self._writing[chunk.query] = tuple(left)
+        return chunk
+
+    def finish(self, query: int) -> None:
+        self._leave(query)
+        self._release(self.line.end(query))
+
+    def evict(self, query: int) -> None:
+        self._leave(query)
+        self.line.put_back(query)
+        self._release([node for node, _ in reversed(self._writing.pop(query, ()))])
+
+    def end_step(self) -> StepParts:
+        for node in self._new:
+            if node in self.living:
+                self.living[node].is_new = False
+        found = tuple(self._starts), tuple(self._released)
+        for one in (self._new, self._starts, self._released):
+            one.clear()
+        return found
+
+    def _leave(self, query: int) -> None:
+        self.first.pop(query, None)
+        for node in self.line.chain(query):
+            self.living[node].at_work -= 1
+
+    def _release(self, nodes: Iterable[int]) -> None:
+        """Gives up those of the prefixes that are in the cache."""
+        for node in nodes:
+            if self.living.pop(node, None) is not None:
+                self.tokens -= self._own[node]
+                self._released.append(node)
+
+    def _idle(self, but: Iterable[int] = ()) -> list[int]:
+        """Living prefixes without a request at work and not among `but`, those needed last first.
+        A prefix comes after those that continue it."""
+        kept, next_use = {*but}, self.line.next_use
+        idle = [(next_use(node), node) for node, one in self.living.items()
+                if not one.at_work and node not in kept]
+        return [node for _, node in sorted(idle, reverse=True)]
+
+
+def set_prefixes(rule: BatchingRule, prefixes: Prefixes | None) -> None:
+    """Lets the rule share prefixes, if there are any and it can. Call it before any `submit`."""
+    share = getattr(rule, "share_prefixes", None)
+    if prefixes is not None and share is not None:
+        share(SharedPrefixes(prefixes))
