@@ -15,6 +15,7 @@ from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes
@@ -25,6 +26,7 @@ from xgpt.job.resolve import known_model, resolve
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
+from xgpt.requests.prefixes import LEAST_SHARE, encoded_tokens
 from xgpt.requests.request import Request, RequestError, Requests
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import SpoolWriter, saved_header
@@ -115,7 +117,8 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         tell.say(f"note: max_tokens is {most}, the tokens of the longest choice")
     found = model.files()
     if requests is not None:
-        requests = replace(requests, input_error=model.input_error)
+        requests = replace(requests, input_error=model.input_error, prefixes=_shared_prefixes(
+            job, requests, spool))
     started = min(began, start_of(job.output, requests))
     problem = resolve(job, model=found.spec if found else None, requests=requests, start=started)
     if requests is not None and spool is not None:
@@ -124,6 +127,17 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         tell.say(paragraph("note: " + stored_words(problem, job.plan_engine)))
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
                      tell=tell, started=started)
+
+
+def _shared_prefixes(job: Job, requests: Requests, spool: SpoolWriter | None) -> Prefixes | None:
+    """The prefixes that the requests share; None if they save little, or the job wants none."""
+    if spool is None or requests.input_tokens is None or job.adjustment.prefixes == "off":
+        return None
+    found = spool.find_prefixes(requests.unusable)
+    if found is None:
+        return None
+    saved = 1 - encoded_tokens(found, requests.input_tokens) / requests.input_tokens.sum()
+    return found if saved >= LEAST_SHARE else None
 
 
 def stored_words(problem: Problem, engine: str) -> str:

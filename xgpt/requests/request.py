@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.errors import shorten
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, synthetic_lengths
+from xgpt.core.prefixes import Prefixes
 from xgpt.requests.chat import (
     BadRecord,
     Message,
@@ -328,6 +329,7 @@ class Requests:
     digest: str = ""  # of all bytes read, and of the rules of reading
     file_digests: tuple[str, ...] = ()  # of the bytes of each file
     labels: tuple[str, ...] = ()  # names of the files, if there are several
+    prefixes: Prefixes | None = None  # that they share; None: none, or not looked for
 
     def __len__(self) -> int:
         return len(self.caps)

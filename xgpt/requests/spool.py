@@ -12,6 +12,7 @@ are called queries here, and have indices of their own.
                            bytes) and in tokens.bin (in tokens).
     `spool/queries.npy`    int64 [queries, 2]: request of each query, and its most output tokens.
     `spool/deadlines.npy`  float64 [queries]: seconds from the job's start; absent without any.
+    `spool/prefixes.npy`   prefixes that queries share (xgpt.requests.prefixes); absent without any.
     `spool/columns/`       columns for the results (xgpt.requests.spool_columns), if any."""
 
 import hashlib
@@ -21,7 +22,7 @@ import shutil
 import sys
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +31,9 @@ from typing import IO, Any
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.system.whole_file import read_object, sync_files, sync_folder
+from xgpt.requests.prefixes import find_prefixes, load_prefixes, save_prefixes
 from xgpt.requests.request import Asked
 from xgpt.requests.spool_columns import ColumnsWriter, temporary_file
 
@@ -73,6 +76,7 @@ class SpoolWriter:
         self.columns, self._now, self._prompts = columns, now or datetime.now(), hashlib.sha256()
         self._records, self._tokens, self._places = (temporary_file(self) for _ in range(3))
         self._end = array("q", (0, 0))  # of records and tokens
+        self._limits = array("i")  # tokens that each request may share with others
         self._places.write(self._end.tobytes())
 
     def add(self, record: Record, ids: Sequence[int] | IntArray) -> None:
@@ -83,6 +87,21 @@ class SpoolWriter:
         self._prompts.update(raw + b"%d" % len(ids) + repr(record.targets).encode())
         self._end[1] += len(ids)
         self._places.write(self._end.tobytes())
+        # not the first whose last hidden state is needed, nor any after it
+        self._limits.append(0 if record.pooled == "mean" else max(
+            len(ids) - max(len(record.targets), 1), 0))
+
+    def find_prefixes(self, left_out: Collection[int] = ()) -> Prefixes | None:
+        """The prefixes that the requests share, but for those left out; None if there are none.
+        Call it only after the last `add`."""
+        limits, num_tokens = np.array(self._limits, np.int64), self._end[1]
+        limits[list(left_out)] = 0
+        if not limits.any():
+            return None
+        self._tokens.flush()
+        self._places.seek(0)
+        begins = np.frombuffer(self._places.read(), np.int64)[1:-2:2]
+        return find_prefixes(np.memmap(self._tokens, _TOKEN, "r", shape=num_tokens), begins, limits)
 
     @property
     def prompts_digest(self) -> str:
@@ -96,10 +115,10 @@ class SpoolWriter:
         return _record(self._records.readline())
 
     def save(self, output: Path, queries: IntArray, num_errors: int, files: Sequence[str] = (),
-             deadlines_s: FloatArray | None = None) -> None:
+             deadlines_s: FloatArray | None = None, prefixes: Prefixes | None = None) -> None:
         """Writes or replaces the spool in the folder `output`. `queries`: [queries, 2], as in
         queries.npy. `files`: names of the files of requests, if there are several. `deadlines_s`:
-        [queries], as in deadlines.npy."""
+        [queries], as in deadlines.npy. `prefixes`: of the queries."""
         folder, new = output / "spool", output / f".spool.{os.getpid()}.tmp"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
@@ -111,6 +130,8 @@ class SpoolWriter:
         np.save(new / "queries.npy", queries)
         if deadlines_s is not None:
             np.save(new / "deadlines.npy", deadlines_s)
+        if prefixes is not None:
+            save_prefixes(new / "prefixes.npy", prefixes)
         if self.columns is not None:
             self.columns.save(new)
         header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors,
@@ -190,6 +211,7 @@ class Spool:
         self.deadlines_s: FloatArray | None = None
         if (path := folder / "deadlines.npy").exists():
             self.deadlines_s = np.load(path)
+        self._folder = folder
         self._records_path = folder / "records.jsonl"
         ends = self._records_path.stat().st_size, (folder / "tokens.bin").stat().st_size
         if ends != (self._places[-1, 0], self._places[-1, 1] * _TOKEN.itemsize) or (
@@ -215,6 +237,12 @@ class Spool:
         requests = np.asarray(self._queries[:, 0])
         tokens: IntArray = np.diff(self._places[:, 1])[requests]
         return tokens
+
+    @property
+    def prefixes(self) -> Prefixes | None:
+        """The prefixes that the queries share; None if there are none. Raises XgptError for a file
+        that does not fit them."""
+        return load_prefixes(self._folder / "prefixes.npy", self.input_tokens)
 
     @property
     def most_outputs(self) -> IntArray:

@@ -70,8 +70,7 @@ class Tokeniser(Protocol):
 
 
 def read_and_tokenise(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
-            stdin: IO[bytes] | None = None,
-            divided: Divided = lambda path, delimiter: None,
+            stdin: IO[bytes] | None = None, divided: Divided = lambda path, delimiter: None,
             forecast: GivenForecast | None = None) -> Requests:
     """Reads and tokenises the requests of a job's files; returns their numbers and bad lines.
     `spool`: where requests are stored, for a run. `stdin`: bytes of standard input, if that is the
@@ -300,7 +299,8 @@ def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan,
                 for one in range(first, first + record.choices)]
     queries = queries[~np.isin(queries[:, 0], left_out)]
     deadlines_s = in_seconds(requests.deadlines_s, queries[:, 0], plan.deadline_s, plan.started_at)
-    spool.save(plan.output, queries, len(errors), requests.labels, deadlines_s)
+    spool.save(plan.output, queries, len(errors), requests.labels, deadlines_s,
+               None if requests.prefixes is None else requests.prefixes[queries[:, 0]])
     return queries[:, 0]
 
 

@@ -35,6 +35,7 @@ from xrunner.files.generation import refuse_unsupported_rules
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.order_file import save_order
+from xrunner.files.result_line import spool_of
 from xrunner.files.results import HELD_FILE, answered
 from xrunner.files.spooled_requests import make_synthetic, save_runnable
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
@@ -307,6 +308,8 @@ def keep_earlier_results(output: Path, plan: RunPlan, tell: Teller, table: Path 
                         "model's tokenizer or chat template now makes other tokens of the same "
                         "requests, as another version of transformers may. Restore it to continue, "
                         "or start again with `xgpt submit --again`, which keeps the answers")
+        if (begun := spool_of(output)) is not None:
+            _ = begun.prefixes  # raises where they do not fit it
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", ADJUST_FILE, OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
     if saved_fingerprint(output) == plan.fingerprint and state in (State.NONE, State.STOPPED):

@@ -21,7 +21,7 @@ from xgpt.app.opened_job import OpenedJob, open_file  # noqa: E402
 from xgpt.app.running.prepare import keep_earlier_results, plan_for_ranks  # noqa: E402
 from xgpt.app.schedule import plan_job  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
-from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
+from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
 from xgpt.requests.spool import Record, SpoolWriter  # noqa: E402
 from xrunner.checkpoint.identity import files_state, model_files  # noqa: E402
 from xrunner.files.results import HELD_FILE  # noqa: E402
@@ -61,6 +61,16 @@ def test_a_stopped_run_whose_requests_changed_is_refused_untouched(folder, run, 
     with monkeypatch.context() as patch:
         patch.setitem(RUN, "dtype", "dtype: float32, deterministic: true")
         check_refused_untouched(folder, run, r"run.deterministic: changed .*`xgpt submit --again`")
+    assert run()["queries_before"] >= 6
+
+
+def test_prefixes_that_do_not_fit_their_spool_stop_a_resume(folder, run):
+    stopped(run)
+    path = folder / "out" / "spool" / "prefixes.npy"
+    np.save(path, np.zeros((3, 2), np.int64))
+    with pytest.raises(XgptError, match="does not fit the requests of its spool: remove it"):
+        run(ranks_work=False)
+    path.unlink()
     assert run()["queries_before"] >= 6
 
 
