@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.constraint import Metric
-from xgpt.core.controls import forecasting_of
+from xgpt.core.controls import SHARING_ORDERS, forecasting_of
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray, IntArray, synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
@@ -33,6 +33,7 @@ from xsimulator.replay.replicas import replayer_of
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.formulas import Formulas
 
+_TOGETHER = 256  # chosen: requests in a row, depth first, of a part that shows a forest
 MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; requests of these together
 
 
@@ -139,6 +140,7 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
     if not total:
         return None
     known = None if lengths is None else evenly_spread(problem, lengths, count)
+    count = count if known is None else len(known.inputs)
     replayer = replayer_of(problem, timing, estimate, clocks, has_steps=has_steps)
     order = None if known is None else in_run_order(problem, estimate, known)
     results = job_replays(replayer, count, np.random.default_rng(problem.seed), known=known,
@@ -152,10 +154,16 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
 
 
 def evenly_spread(problem: Problem, lengths: QueryLengths, count: int) -> QueryLengths:
-    """Lengths of `count` of a job's requests, as they are replayed."""
+    """Lengths of about `count` of a job's requests, as they are replayed. With shared prefixes they
+    are taken _TOGETHER at a time, those of a prefix together."""
     total = len(lengths.inputs)
-    known = lengths if count == total else lengths.take(
-        np.linspace(0, total - 1, count).astype(np.int64))
+    if count == total:
+        known = lengths
+    elif lengths.prefixes is None:
+        known = lengths.take(np.linspace(0, total - 1, count).astype(np.int64))
+    else:
+        rows = run_order("prefix", 0, lengths, problem.seed)
+        known = lengths.take(np.sort(rows[np.arange(total) // _TOGETHER % -(-total // count) == 0]))
     # each to its own cap: a sampled longer output would be cut
     return replace(known, outputs=known.most_outputs) if problem.observes else known
 
@@ -183,5 +191,7 @@ def in_run_order(problem: Problem, estimate: Estimate, lengths: QueryLengths) ->
     asked = problem.adjustment
     if asked.order == "auto":
         return np.arange(len(lengths.inputs))
-    return run_order(asked.order, window_of(asked, estimate.figures.encode_batch), lengths,
-                     problem.seed)
+    window = window_of(asked, estimate.figures.encode_batch, lengths.prefixes)
+    if asked.order in SHARING_ORDERS and problem.num_queries:  # of all, some of which are replayed
+        window = math.ceil(window * min(len(lengths.inputs) / problem.num_queries, 1.0))
+    return run_order(asked.order, window, lengths, problem.seed)

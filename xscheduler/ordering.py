@@ -1,27 +1,29 @@
 """The order of a job's requests, chosen after its schedule: that of the shortest makespan by
 replay. Long outputs that begin early shorten the drain, and static batches of like outputs waste
-fewer steps."""
+fewer steps. Requests that share a prefix find it in the cache if they run together."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.controls import Order
+from xgpt.core.controls import SHARING_ORDERS, Order
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem, QueryLengths
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Reordered, Schedule
 from xprofiler.timing import TimingSource
-from xrunner.rules.order import WINDOW, run_order, window_of
+from xrunner.rules.order import WINDOW, run_order, shared_window, window_of
 from xscheduler.evaluator import evenly_spread, job_lengths
 from xsimulator.replay.prediction import job_replays, makespan_s
-from xsimulator.replay.replicas import replayer_of
+from xsimulator.replay.replicas import JobReplayer, replayer_of
 from xsimulator.replay.steady_state import limited_s
 
 TRIED: tuple[Order, ...] = ("longest-output", "shortest-output", "longest-input", "shortest-input",
                             "random", "deadline")
 WORTH = 0.01  # chosen: least share of the makespan that another order must save
+FIRST = 0.01  # chosen: share of the results that are the first ones
 SURE = 2  # chosen: standard errors that the saving must exceed where outputs are sampled
 MOST_ORDERED, MOST_SAMPLED, REPLAYS = 20_000, 4_000, 5  # chosen: requests, and replays of sampled
 
@@ -40,10 +42,10 @@ def with_order(problem: Problem, timing: TimingSource, schedule: Schedule, *,
     asked = problem.adjustment
     if asked.order == "input" or (asked.order == "auto" and not is_free):
         return schedule
+    lengths = job_lengths(problem, schedule.estimate)
     if asked.order != "auto":
         return schedule.changed(order=asked.order, window=window_of(
-            asked, schedule.figures.encode_batch))
-    lengths = job_lengths(problem, schedule.estimate)
+            asked, schedule.figures.encode_batch, None if lengths is None else lengths.prefixes))
     if lengths is None or not len(lengths.inputs):
         return schedule
     try:
@@ -54,11 +56,14 @@ def with_order(problem: Problem, timing: TimingSource, schedule: Schedule, *,
 
 class _Trial(NamedTuple):
     """Makespans of the job in one order, [replays], and [3] its latency, TTFT and TPOT, all in
-    seconds. `late`: share of requests beyond their deadlines, above the share that may be."""
+    seconds. `late`: share of requests beyond their deadlines, above the share that may be.
+    `first_s`: when the first results are written. `encoded`: tokens."""
 
     makespans_s: FloatArray
     limited_s: FloatArray
     late: float
+    first_s: float
+    encoded: float
 
     def saving(self, other: "_Trial") -> float:
         """Share of `other`'s makespan that this order saves; 0 if it may be chance."""
@@ -68,48 +73,61 @@ class _Trial(NamedTuple):
         return share if saved_s.mean() > SURE * error_s else 0.0
 
 
+def _trial(replayer: JobReplayer, own: QueryLengths, order: IntArray, total: int,
+           longer: float) -> _Trial:
+    """The trial of an order of the requests `own`, of `total` in all. `longer`: as of
+    with_order."""
+    problem, constraint = replayer.problem, replayer.problem.constraint
+    results = [*job_replays(replayer, len(order), np.random.default_rng(problem.seed),
+                            known=own, order=order, replays=REPLAYS)]
+    makespans_s = np.array([makespan_s(one, total) for one in results])
+    bound, late = constraint.bound_on("deadline"), 0.0
+    with np.errstate(invalid="ignore"):  # infinite: unknown times
+        ends_s = np.array([one.times.last_token_s * (longer * whole_s / one.makespan_s)
+                           for one, whole_s in zip(results, makespans_s, strict=True)])
+        limits_s = np.mean([
+            limited_s(one.times, one.output_tokens, constraint, problem.lengths.outputs)
+            for one in results], axis=0)
+    if bound is not None:
+        due_s = bound.limit_s if own.deadlines_s is None else own.deadlines_s[order]
+        has_deadline = np.isfinite(np.broadcast_to(due_s, ends_s.shape))
+        if has_deadline.any():
+            late = max(float((ends_s > due_s)[has_deadline].mean()) - (1 - bound.quantile), 0.0)
+    # a result is written after all those before it in the input
+    first_s = ends_s[:, order < FIRST * len(order)].max(axis=1).mean() / longer
+    encoded = sum(float(pool.tokens.sum()) for one in results for pool in one.pools)
+    return _Trial(makespans_s, limits_s, late, float(first_s), encoded / len(results))
+
+
 def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
                    lengths: QueryLengths, longer: float) -> Schedule:
     """The schedule in the quickest order by replays with the same outputs. `lengths`: of all
     requests, some of which are replayed. `longer`: as of with_order."""
     total, is_known = len(lengths.inputs), lengths.outputs is not None or problem.observes
     own = evenly_spread(problem, lengths, min(total, MOST_ORDERED if is_known else MOST_SAMPLED))
+    prefixes = lengths.prefixes if schedule.estimate.shares_prefixes else None
     replayer = replayer_of(problem, timing, schedule.estimate, has_steps=False)
     constraint, places = problem.constraint, np.arange(len(own.inputs))
-    bound = constraint.bound_on("deadline")
-
-    def trial(order: IntArray) -> _Trial:
-        results = [*job_replays(replayer, len(order), np.random.default_rng(problem.seed),
-                                known=own, order=order, replays=REPLAYS)]
-        makespans_s = np.array([makespan_s(one, total) for one in results])
-        late = 0.0
-        if bound is not None:
-            due_s = bound.limit_s if own.deadlines_s is None else own.deadlines_s[order]
-            ends_s = np.array([one.times.last_token_s * (longer * whole_s / one.makespan_s)
-                               for one, whole_s in zip(results, makespans_s, strict=True)])
-            has_deadline = np.isfinite(np.broadcast_to(due_s, ends_s.shape))
-            if has_deadline.any():
-                late = max(float((ends_s > due_s)[has_deadline].mean()) - (1 - bound.quantile), 0.0)
-        with np.errstate(invalid="ignore"):  # infinite: unknown times
-            return _Trial(makespans_s, np.mean([
-                limited_s(one.times, one.output_tokens, constraint, problem.lengths.outputs)
-                for one in results], axis=0), late)
-
-    first = best = trial(places)
+    first = best = _trial(replayer, own, places, total, longer)
     if not np.isfinite(first.makespans_s).all():
         return schedule
     limits_s = np.maximum(first.limited_s, np.array([
         schedule.bound.limit_s, constraint.limit_s("ttft"), constraint.limit_s("tpot")])
         / schedule.margin.factor)
     seen, chosen, asked = {places.tobytes()}, schedule, problem.adjustment.window
-    for window in (WINDOW, 0) if asked is None else (asked,):
+    # of a longer job the replayed part does not show what sorting all of it brings
+    tried = [(window, window, TRIED if window or len(places) == total else ("random",))
+             for window in ((WINDOW, 0) if asked is None else (asked,))]
+    if prefixes is not None:
+        window = shared_window(prefixes) if asked is None else asked
+        tried.insert(0, (window, math.ceil(window * len(places) / total), SHARING_ORDERS))
+    for window, replayed, names in tried:
         trials = dict[Order, _Trial]()
-        # of a longer job the replayed part does not show what sorting all of it brings
-        for name in TRIED if window or len(places) == total else ("random",):
-            order = run_order(name, window, own, problem.seed)
+        for name in names:
+            order = run_order(name, replayed, own, problem.seed)
             if (key := order.tobytes()) not in seen:
                 seen.add(key)
-                found = trial(order)
+                found = _trial(replayer, own, order, total, longer)
                 if np.isfinite(found.makespans_s).all() and not (
                         found.limited_s > limits_s).any():
                     trials[name] = found
@@ -119,5 +137,8 @@ def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
             if found.late < best.late or (
                     found.late == best.late and found.saving(best) >= WORTH):
                 best, chosen = found, schedule.changed(
-                    order=name, window=window, order_gain=max(found.saving(first), 0.0))
+                    order=name, window=window, order_gain=max(found.saving(first), 0.0),
+                    reordered=None if name not in SHARING_ORDERS else Reordered(
+                        first_s=found.first_s, input_first_s=first.first_s,
+                        input_saved=max(1 - first.encoded / float(own.inputs.sum()), 0.0)))
     return chosen

@@ -212,7 +212,7 @@ def schedule_schema() -> Json:
     return of_keys({"version": {"const": SCHEDULE_VERSION},
                     "policy": text("its name"),
                     **estimate, **{key: own[key] for key in own if key != "estimate"}},
-                   words=" ".join((Schedule.__doc__ or "").split()))
+                   words=" ".join((Schedule.__doc__ or "").split()), without=("reordered",))
 
 
 def sweep_schema(job: Json) -> Json:

@@ -14,8 +14,9 @@ ForecastValue = Literal["least", "expected", "most"]
 FORECAST_VALUES: tuple[ForecastValue, ...] = get_args(ForecastValue)
 # In which order requests are run (xrunner.rules.order).
 Order = Literal["input", "random", "shortest-input", "longest-input", "shortest-output",
-                "longest-output", "deadline"]
+                "longest-output", "deadline", "prefix", "blend"]
 ORDERS: tuple[Order, ...] = get_args(Order)
+SHARING_ORDERS: tuple[Order, ...] = ("prefix", "blend")  # keep together who shares a prefix
 ADMISSION_RULES: tuple[AdmissionRule, ...] = get_args(AdmissionRule)
 # Kinds of forecast; CAP takes each request's own limit.
 CAP, DISTRIBUTION, KNOWN, COLUMN, MEAN, CLASS = FORECAST_KINDS = (

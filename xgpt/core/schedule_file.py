@@ -54,6 +54,8 @@ def load_schedule(path: Path) -> Schedule:
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """The schedule as a JSON object with a section for each part; infinity is "inf"."""
     parts = asdict(schedule)
+    if schedule.reordered is None:
+        del parts["reordered"]
     sections: dict[str, Any] = plain({
         "version": SCHEDULE_VERSION, "policy": schedule.controls.policy, **parts.pop("estimate"),
         **parts})

@@ -30,10 +30,13 @@ from xgpt.core.controls import (
     WaaControls,
 )
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
+from xrunner.rules.order import Forest
 
 LEAST_WAITING = 2**13  # chosen: more than any rule looks at; smaller jobs are given out at once
+_DIVIDED = 0.25  # chosen: share of a replica's tokens above which a prefix's requests are divided
 _WAITING_SHARE = 4  # chosen: at most this share of max_active joins in one step
 
 
@@ -138,8 +141,8 @@ class Paces:
 
 
 def recalls(windows: Sequence[Window], paces: Paces, loads: Sequence[Load],
-            coming: Sequence[int], asked: Sequence[bool]) -> list[Recall]:
-    """Recalls to make once every request is given out.
+            coming: Sequence[int], asked: Sequence[bool], again: float = 0.0) -> list[Recall]:
+    """Recalls to make once every request is given out. `again`: as of Units.
 
     `coming`: requests on their way to each replica from others. `asked`: True for a replica whose
     answer is awaited, or that has nothing to return.
@@ -164,7 +167,7 @@ def recalls(windows: Sequence[Window], paces: Paces, loads: Sequence[Load],
 
     def would_end(replica: int) -> float:
         """Time at which one more request would end there."""
-        batches = math.ceil((lines[replica] + 1) / windows[replica].batch)
+        batches = math.ceil((lines[replica] + 1 + again) / windows[replica].batch)
         return (batches - free[replica]) * times[replica] + lives[replica]
 
     def is_to_end(replica: int) -> float:
@@ -200,12 +203,50 @@ def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float
     return np.asarray(inputs + outputs, float)
 
 
+class Units(NamedTuple):
+    """Requests that are dealt together. `of`: [requests] number of each one's unit, by their first
+    requests. `tokens`: [units]. `again`: tokens that a request encodes once more if it leaves its
+    unit, as a multiple of its own tokens; a mean."""
+
+    of: IntArray
+    tokens: FloatArray
+    again: float
+
+
+def units_of(tokens: FloatArray, prefixes: Prefixes | None, replicas: int,
+             routing: str) -> Units | None:
+    """Units of requests that share a prefix; None: each request is dealt alone. A prefix of more
+    than _DIVIDED of a replica's share is divided: every replica encodes it. `tokens`: of each
+    request, shared ones among them."""
+    if prefixes is None or routing == ROUND_ROBIN or replicas == 1:
+        return None
+    forest, own, count = Forest(prefixes), tokens - prefixes.shared, len(prefixes.ends)
+    below = forest.below(own, prefixes.own_tokens)
+    parts = np.arange(len(below))
+    is_divided = (parts < count) & (below > _DIVIDED * below[forest.is_top].sum() / replicas)
+    tops = forest.above(np.where(is_divided, -1, parts),
+                        lambda above, part: part if above < 0 else above)[count:]
+    _, firsts, of = np.unique(tops, return_index=True, return_inverse=True)
+    order = np.argsort(firsts)
+    above = np.array(forest.parents)[tops]
+    again = prefixes.shared - np.where(above >= 0, np.append(prefixes.ends, 0)[above], 0)
+    return Units(np.argsort(order)[of], below[tops[firsts[order]]],
+                 float(again.sum() / max(own.sum(), 1.0)))
+
+
 def replica_shares(tokens: Sequence[float] | FloatArray, replicas: int, routing: str = LEAST_TOKENS,
-         speeds: Sequence[float] = ()) -> list[list[int]]:
+         speeds: Sequence[float] = (), units: Units | None = None) -> list[list[int]]:
     """The share of each replica, as indices into `tokens`. `tokens`: of each request, in run order.
     `routing`: in turn, or each request to the replica with the fewest tokens so far. `speeds`:
-    relative to each other (() if alike); twice the speed gets twice the tokens."""
+    relative to each other (() if alike); twice the speed gets twice the tokens. `units`: requests
+    that stay together."""
     assert routing in ROUTINGS, f"{routing = }"
+    if units is not None:
+        of_units = replica_shares(units.tokens, replicas, routing, speeds)
+        owners = np.empty(len(units.tokens), int)
+        for replica, own_units in enumerate(of_units):
+            owners[own_units] = replica
+        return [np.flatnonzero(owners[units.of] == replica).tolist() for replica in range(replicas)]
     is_equal = len(set(speeds)) < 2
     if routing == ROUND_ROBIN and is_equal:
         return [list(range(first, len(tokens), replicas)) for first in range(replicas)]
@@ -224,13 +265,18 @@ class Router:
     """Gives requests out to replicas, and recalls those that another would begin sooner."""
 
     def __init__(self, tokens: Sequence[float] | FloatArray, *, windows: Sequence[Window],
-                 routing: str = LEAST_TOKENS, speeds: Sequence[float] = ()) -> None:
+                 routing: str = LEAST_TOKENS, speeds: Sequence[float] = (),
+                 prefixes: Prefixes | None = None) -> None:
         """`tokens`: known or expected, of each request in run order. `windows`: of each replica.
-        `speeds`: planned requests/s of each replica, () if they are alike."""
+        `speeds`: planned requests/s of each replica, () if they are alike. `prefixes`: that the
+        requests share, in run order."""
         assert len(windows) >= 1, f"{windows = }"
         self.windows = list(windows)  # may change while the job runs
         self._is_fixed = routing == FIXED
-        self._shares = list(map(deque, replica_shares(tokens, len(windows), routing, speeds)))
+        self._units = units_of(np.asarray(tokens), prefixes, len(windows), routing)
+        self._again = 0.0 if self._units is None else self._units.again
+        self._shares = list(map(deque, replica_shares(
+            tokens, len(windows), routing, speeds, self._units)))
         self._supplied = [False] * len(windows)  # replicas supplied once: others may take from them
         self._paces = Paces(windows, speeds)
         self._takers: dict[int, tuple[int, ...]] = {}  # recalled from -> for whom
@@ -279,7 +325,7 @@ class Router:
         coming = [sum(own.count(replica) for own in self._takers.values())
                   for replica in range(len(loads))]
         asked = [replica in self._takers or none for replica, none in enumerate(self._has_none)]
-        found = recalls(self.windows, self._paces, loads, coming, asked)
+        found = recalls(self.windows, self._paces, loads, coming, asked, self._again)
         self._takers |= dict(found)
         return found
 
@@ -294,9 +340,13 @@ class Router:
     def _take_over(self, replica: int, waiting: int, most: int) -> list[int]:
         """Takes requests of the largest share, so that both replicas have equally many waiting. The
         owner keeps its window's worth. Shares of replicas that were never supplied are not touched:
-        the first to be supplied could take what another is to begin with."""
+        the first to be supplied could take what another is to begin with. Units are taken from the
+        end of the share: the owner goes on with the prefixes that it has."""
         owner = max((other for other, supplied in enumerate(self._supplied) if supplied),
                     key=self.num_left)
         left = self._shares[owner]
-        even = math.ceil((self.windows[owner].waiting + len(left) - waiting) / 2)
-        return [left.popleft() for _ in range(min(most, even, len(left)))]
+        even = math.ceil((self.windows[owner].waiting + len(left) - waiting - self._again) / 2)
+        count = min(most, even, len(left))
+        if self._units is not None:
+            return [left.pop() for _ in range(count)][::-1]
+        return [left.popleft() for _ in range(count)]

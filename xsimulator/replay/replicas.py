@@ -14,7 +14,7 @@ from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.forecast import with_forecasts
-from xrunner.rules.routing import expected_tokens, replica_shares
+from xrunner.rules.routing import expected_tokens, replica_shares, units_of
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.routing import RoutedReplay, replay_routed
@@ -93,10 +93,12 @@ class ReplicasReplayer:
         tokens = expected_tokens(
             queries.inputs, queries.most_outputs, self.problem.lengths.outputs.mean,
             queries.outputs == queries.most_outputs)
-        rows = [own for own in replica_shares(tokens, self._copies, self.problem.adjustment.routing)
-                if own]
+        routing = self.problem.adjustment.routing
+        shared = queries.prefixes if self._replayer.estimate.shares_prefixes else None
+        units = units_of(tokens, shared, self._copies, routing)
+        rows = [own for own in replica_shares(tokens, self._copies, routing, units=units) if own]
         results = [self._replayer.run(queries.take(np.array(own))) for own in rows]
-        if self.problem.adjustment.routing == FIXED:
+        if routing == FIXED:
             return merge_results(results, rows)
         moved = rebalanced(rows, [result.makespan_s for result in results])
         again = [result if own == before else self._replayer.run(queries.take(np.array(own)))

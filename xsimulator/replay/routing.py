@@ -122,7 +122,9 @@ def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing:
                              lengths.outputs == lengths.most_outputs)
     supply = _Dispatcher(Router(
         tokens, windows=[window_of(one.estimate) for one in replayers], routing=routing,
-        speeds=[one.estimate.figures.throughput_qps for one in replayers]), copies, kernel)
+        speeds=[one.estimate.figures.throughput_qps for one in replayers],
+        prefixes=lengths.prefixes if all(
+            one.estimate.shares_prefixes for one in replayers) else None), copies, kernel)
     for number, copy in enumerate(copies):
         for pool in copy.pools.values():
             pool.after_turn = partial(supply.on_turn, number)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from problems import estimate_of, toy_problem
 
 from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
+from xgpt.core.prefixes import Prefixes
 from xrunner.engine.head import FromSpool
 from xrunner.engine.pool_requests import PoolRequests
 from xrunner.query import PreparedQuery
@@ -23,6 +24,7 @@ from xrunner.rules.routing import (
     expected_tokens,
     recalls,
     replica_shares,
+    units_of,
     window_of,
 )
 from xrunner.rules.rra import RraRule
@@ -218,3 +220,71 @@ def test_a_group_gets_no_more_slots_than_there_are_queries():
         found.append(requests.start_message(rule))
     assert [message.slots for message in found] == [5, 6]
     assert found[0].capacity == 3 + 5, "input and most output of a query"
+
+
+def forest(parents, ends, nodes) -> Prefixes:
+    return Prefixes(parents=np.array(parents), ends=np.array(ends), nodes=np.array(nodes))
+
+
+def test_who_shares_a_prefix_goes_to_one_replica_and_counts_it_once():
+    """Twelve prefixes of 90 tokens, 4 requests of 10 more each; a thirteenth request is alone."""
+    prefixes = forest([-1] * 12, [90] * 12, [*range(12)] * 4 + [-1])
+    tokens = np.append(np.full(48, 100.0), 60)
+    units = units_of(tokens, prefixes, 2, LEAST_TOKENS)
+    assert units is not None and units.tokens.tolist() == [130.0] * 12 + [60.0]
+    assert units.again == pytest.approx(48 * 90 / (48 * 10 + 60))
+    shares = replica_shares(tokens, 2, units=units)
+    groups = [{int(prefixes.nodes[place]) for place in own} for own in shares]
+    assert groups == [{0, 2, 4, 6, 8, 10, -1}, {1, 3, 5, 7, 9, 11}]
+    assert units_of(tokens, prefixes, 2, ROUND_ROBIN) is None, "dealt as it is asked for"
+    assert units_of(tokens, None, 2, LEAST_TOKENS) is None
+
+
+def test_a_prefix_of_more_than_a_quarter_of_a_share_is_divided():
+    """A system prompt of all; below it a document of two requests, and 59 of their own."""
+    prefixes = forest([-1, 0], [100, 150], [0, 1, *[0] * 58, 1])
+    tokens = prefixes.shared + 10.0
+    units = units_of(tokens, prefixes, 2, LEAST_TOKENS)
+    assert units is not None and units.of.tolist() == [0, 1, *range(2, 60), 1]
+    assert units.tokens.tolist() == [10, 70, *[10] * 58], "every replica encodes the prompt"
+    assert units.again == pytest.approx(2 * 50 / 610)
+    shares = replica_shares(tokens, 2, units=units)
+    assert {1, 60} <= {*shares[1]} and [len(own) for own in shares] == [33, 28]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+def test_units_part_no_prefix_that_is_not_divided(seed, replicas):
+    rng = np.random.default_rng(seed)
+    parents = [int(rng.integers(-1, node)) for node in range(int(rng.integers(1, 12)))]
+    ends = [0] * len(parents)
+    for node, parent in enumerate(parents):
+        ends[node] = (ends[parent] if parent >= 0 else 0) + int(rng.integers(1, 90))
+    prefixes = forest(parents, ends, rng.integers(-1, len(ends), int(rng.integers(1, 60))))
+    tokens = prefixes.shared + rng.integers(1, 40, len(prefixes.nodes)).astype(float)
+    router = Router(tokens, windows=[Window(waiting=10**6)] * replicas, prefixes=prefixes)
+    shares = [router.top_up(replica, Load(0, 0)) for replica in range(replicas)]
+    assert sorted(sum(shares, [])) == list(range(len(tokens)))
+    assert all(share == sorted(share) for share in shares)
+    for node in range(len(ends)):
+        below = [place for place, own in enumerate(prefixes.nodes)
+                 if node in prefixes.chain(own)]
+        there = {own for place in below for own in prefixes.chain(prefixes.nodes[place])
+                 if node in prefixes.chain(own)}
+        size = sum(tokens[place] - prefixes.shared[place] for place in below) + sum(
+            int(prefixes.own_tokens[own]) for own in there)
+        whole = sum(tokens - prefixes.shared) + sum(prefixes.own_tokens[own] for own in {
+            one for each in prefixes.nodes for one in prefixes.chain(each)})
+        owners = sum(any(place in share for place in below) for share in shares)
+        assert owners <= 1 or size > 0.25 * whole / replicas
+
+
+@pytest.mark.parametrize(("prefix", "pays"), [(90, True), (900, False)])
+def test_a_replica_takes_over_from_the_end_if_it_pays_to_encode_the_prefix_again(prefix, pays):
+    """Ten requests of 10 tokens each share a prefix, which is as much as 9 of them, or as 90."""
+    prefixes = forest([-1] * 16, [prefix] * 16, np.repeat(np.arange(16), 10))
+    router = Router(prefixes.shared + 10.0, windows=[Window(waiting=4)] * 2, prefixes=prefixes)
+    assert router.top_up(0, Load(0, 0)) == [0, 1, 2, 3]
+    own = [place for _ in range(20) for place in router.top_up(1, Load(0, 0))]
+    assert len(own) == 80 and router.num_left(0) == 76
+    last = [place for place in range(160) if place not in own][-4:]
+    assert router.top_up(1, Load(0, 0)) == (last if pays else [])
