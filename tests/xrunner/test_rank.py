@@ -15,13 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from xgpt.core.errors import XgptError
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.system import lifeline
 from xgpt.core.system.lifeline import DONE, READY
 from xrunner.engine.pipeline import RankReport
-from xrunner.files.sink import Tally
+from xrunner.files.sink import SharingTally, Tally
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank import standby
 from xrunner.rank.lifecycle import RunOutcome, operators_of, write_measured
@@ -125,6 +127,23 @@ def test_two_pools_say_what_each_stage_did_and_what_was_handed_over(tmp_path):
     assert roles == ["encode", "encode", "decode", "decode"]
     measured = write(tmp_path, [report(0, 0)])
     assert "handover_bytes" not in measured["stages"][0], "nothing to say of one pool"
+
+
+def test_input_tokens_are_encoded_or_shared_and_those_encoded_again_are_counted():
+    """Two of three prefixes are used, the second of which continues the first."""
+    tally = SharingTally()
+    assert tally.facts(500) == {}, "nothing is shared"
+    tally.prefixes = Prefixes(parents=np.array([-1, 0, -1]), ends=np.array([100, 150, 90]),
+                              nodes=np.array([1, -1, 0, 2, 1]))
+    for index, tokens in ((4, 160), (0, 170), (1, 30), (2, 110)):
+        tally.add(FinishedQuery(
+            query=PreparedQuery(index=index, id="", input_ids=(1,) * tokens, max_new_tokens=9),
+            output_ids=(7,), finish_reason="stop", text="", encode_start_s=1.0,
+            first_token_s=2.0, last_token_s=3.0))
+    # encoded once: 100 + 50 of prefixes, own tokens 10, 20, 30, 10
+    assert tally.facts(230) == {"prefixes": {
+        "prefixes": 2, "input_tokens": 470, "encoded_tokens": 230, "shared_tokens": 250,
+        "encoded_again_tokens": 10}}
 
 
 RUN = b"xrunner.rank.worker\0run.json"

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from xgpt.core.lengths import IntArray
+from xgpt.core.lengths import BoolArray, IntArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +36,15 @@ class Prefixes:
         before = np.where(self.parents >= 0, self.ends[self.parents], 0)
         own: IntArray = self.ends - before
         return own
+
+    @cached_property
+    def used(self) -> BoolArray:
+        """Whether a request begins with the prefix, [nodes]."""
+        used = np.zeros(len(self.ends), bool)
+        used[self.nodes[self.nodes >= 0]] = True
+        for node in np.flatnonzero(self.parents >= 0)[::-1].tolist():
+            used[self.parents[node]] |= used[node]
+        return used
 
     @cached_property
     def shared(self) -> IntArray:

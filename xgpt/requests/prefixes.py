@@ -45,12 +45,8 @@ def find_prefixes(tokens: IntArray, begins: IntArray, limits: IntArray) -> Prefi
 
 def encoded_tokens(prefixes: Prefixes, input_tokens: IntArray) -> int:
     """Input tokens that are encoded if each node is encoded once."""
-    used = np.zeros(len(prefixes.ends), bool)
-    used[prefixes.nodes[prefixes.nodes >= 0]] = True
-    for node in range(len(used) - 1, -1, -1):
-        if used[node] and prefixes.parents[node] >= 0:
-            used[prefixes.parents[node]] = True
-    return int(input_tokens.sum() - prefixes.shared.sum() + prefixes.own_tokens[used].sum())
+    own = prefixes.own_tokens[prefixes.used]
+    return int(input_tokens.sum() - prefixes.shared.sum() + own.sum())
 
 
 def save_prefixes(path: Path, prefixes: Prefixes) -> None:

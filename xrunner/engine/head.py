@@ -146,7 +146,7 @@ class Head:
         self._expired: list[PreparedQuery] = []  # not begun by their deadlines; to give out
         self._expires_at = math.inf  # clock time of the first deadline of those that wait
         self._known_s = 0.0  # when tokens were last committed
-        self.output_tokens = 0
+        self.output_tokens = self.encoded_tokens = 0  # the second of chunks alone
         self._executor, self._vocabulary = executor, vocabulary
         self._link = link or PoolLink()
 
@@ -295,6 +295,7 @@ class Head:
         if step.evicted:  # evicted requests are encoded again with all their tokens
             self._commit(step.group)
             self._due += self.requests.evict(step.group, step.evicted)
+        self.encoded_tokens += sum([chunk.tokens for chunk in step.chunks])
         message, inputs, given = self.requests.compose(step, self.clock())
         self.neighbours.share(message, inputs)
         out = self._executor.execute(message, inputs)

@@ -78,6 +78,7 @@ class RankReport:
     handover_bytes: int = 0  # WAA: KV bytes sent, or received
     handover_s: float = 0.0  # WAA's encode pool: from the start of a send until all is sent
     operators: str | None = None  # operators used, in a line; None: another engine's
+    encoded_tokens: int = 0  # in chunks, as the head of another replica than the first decided
 
 
 class Neighbours:

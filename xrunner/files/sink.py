@@ -15,7 +15,9 @@ from typing import IO, Any, cast
 
 import numpy as np
 
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.system.whole_file import json_text, write_atomically
+from xgpt.requests.prefixes import encoded_tokens
 from xrunner.files.expired import write_expired
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.lock import StopRequest
@@ -82,7 +84,7 @@ class RunSink:
         self._looked_s, self._is_to_stop = -math.inf, False
         self.launcher: LauncherLink | None = None  # set if the launcher follows output lengths
         self.tally, self._parsed = Tally(), parsed
-        self.deadlines = DeadlineTally(plan)
+        self.deadlines, self.sharing = DeadlineTally(plan), SharingTally()
 
     def _token_text(self, token: int) -> str:
         if self._tokenizer is None:  # few jobs need it
@@ -94,6 +96,7 @@ class RunSink:
             return
         self._writer.write(self._parsed(result))
         self.tally.add(result)
+        self.sharing.add(result)
         if result.output_ids:
             self._latencies.append(result.latency_s)
         self._last_done_s = max(self._last_done_s or 0.0, result.last_token_s)
@@ -200,6 +203,33 @@ class DeadlineTally:
             return {}
         return {"began_s": self.began_s, "expired": len(self.expired),
                 "with_deadline": self._of, "in_time": self._in_time}
+
+
+class SharingTally:
+    """Input tokens of a run whose requests share prefixes. `prefixes`: which the run shares; None:
+    nothing is counted."""
+
+    def __init__(self) -> None:
+        self.prefixes: Prefixes | None = None
+        self._columns = array("q")  # request and input tokens, of each answered one
+
+    def add(self, result: FinishedQuery) -> None:
+        """Counts a request that has ended."""
+        if self.prefixes is not None and result.output_ids:
+            self._columns.extend((result.query.index, len(result.query.input_ids)))
+
+    def facts(self, encoded: int) -> dict[str, Any]:
+        """Keys of measured.json; none if nothing is shared. `encoded`: tokens that the run
+        encoded. Together with the shared ones they are the input tokens and those that were
+        encoded again."""
+        if self.prefixes is None:
+            return {}
+        queries, inputs = np.array(self._columns, np.int64).reshape(-1, 2).T
+        own, total = self.prefixes[queries], int(inputs.sum())
+        once = encoded_tokens(own, inputs)
+        return {"prefixes": {
+            "prefixes": int(own.used.sum()), "input_tokens": total, "encoded_tokens": encoded,
+            "shared_tokens": total - once, "encoded_again_tokens": encoded - once}}
 
 
 class Tally:

@@ -141,7 +141,9 @@ def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     reports = world.gather(report()) or []
     write_measured(sink.output, RunOutcome(
         state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
-        num_held=sink.num_held, deadlines=sink.deadlines.facts,
+        num_held=sink.num_held, facts={**sink.deadlines.facts, **(sink.sharing.facts(
+            head.encoded_tokens + sum(one.encoded_tokens for one in reports))
+            if is_complete else {})},
         changes=sink.launcher.changes if sink.launcher is not None else ()),
         sink.tally, reports)
 
@@ -149,14 +151,14 @@ def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
     """How a run ended. `num_held`: results in held.jsonl of a stopped run, behind a request that is
-    not done. `changes`: changes of settings while it ran. `deadlines`: facts of DeadlineTally."""
+    not done. `changes`: changes of settings while it ran. `facts`: more keys."""
 
     state: str  # "done" | "stopped"
     wall_s: float
     queries_before: int
     num_errors: int
     num_held: int = 0
-    deadlines: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[Mapping[str, Any]] = ()
 
 
@@ -171,7 +173,7 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         "version": 1, "state": outcome.state, "queries": len(tally),
         "queries_before": outcome.queries_before, "queries_held": outcome.num_held,
         "errors": outcome.num_errors, "failed": tally.num_failed, "wall_s": wall_s,
-        **outcome.deadlines,
+        **outcome.facts,
         "throughput_qps": len(tally) / wall_s if wall_s > 0 else None,
         "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
         **tally.percentiles(),

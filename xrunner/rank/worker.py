@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before what takes seconds to import
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def work(plan: RunPlan, world: World, kept_weights: KeptWeights) -> None:
         _lead(plan, schedule, world, clock, kept_weights)
         return
     loaded = load(plan, schedule, world, clock, kept_weights)
+    encoded_tokens = 0
     if loaded.route.steps_from is not None:
         _follow(world, loaded, clock)
     else:
@@ -78,8 +80,9 @@ def work(plan: RunPlan, world: World, kept_weights: KeptWeights) -> None:
         clock.restart()
         head.run()
         world.comm.flush()
+        encoded_tokens = head.encoded_tokens
     loaded.executor.close()
-    world.gather(report_of(loaded))
+    world.gather(replace(report_of(loaded), encoded_tokens=encoded_tokens))
 
 
 def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
