@@ -52,9 +52,8 @@ def check_slots(cache: KvCache, least: int = 1) -> None:
 
 
 def check_blocks(*caches: KvCache) -> None:
-    """Of every pool: the blocks that caches hold and those that are free are all there are, none
-    of them twice."""
+    """Of every pool: the blocks that caches and prefixes hold and those that are free are all
+    there are, counted as often as they are held."""
     for pool in {id(cache.pool): cache.pool for cache in caches}.values():
-        held = [block for cache in caches if cache.pool is pool
-                for blocks in cache.held for block in blocks]
-        assert sorted([*pool.free, *held]) == list(range(pool.count)), f"{held = } {pool.free = }"
+        pool.check_integrity([blocks for cache in caches if cache.pool is pool
+                              for blocks in cache.held])

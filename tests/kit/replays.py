@@ -12,6 +12,7 @@ from replayed import problem_of
 from toys import generate
 
 from xgpt.core.controls import FixedSchedule
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
@@ -24,9 +25,9 @@ Steps = list[tuple[Any, ...]]
 
 
 def lengths_of(queries: Sequence[PreparedQuery], outputs: Sequence[int] | np.ndarray,
-               ) -> QueryLengths:
+               prefixes: Prefixes | None = None) -> QueryLengths:
     return QueryLengths(inputs=np.array([len(q.input_ids) for q in queries]),
-                        outputs=np.array(outputs),
+                        outputs=np.array(outputs), prefixes=prefixes,
                         most_outputs=np.array([q.max_new_tokens for q in queries]))
 
 
@@ -47,8 +48,10 @@ def estimated(policy: str, problem: Problem, **config: Any) -> Estimate:
 
 
 def replayed(problem: Problem, estimate: Estimate, queries: Sequence[PreparedQuery],
-             outputs: Sequence[int] | np.ndarray, **more: Any) -> ReplayResult:
-    return replay_job(problem, timing_of(problem), estimate, lengths_of(queries, outputs), **more)
+             outputs: Sequence[int] | np.ndarray, prefixes: Prefixes | None = None,
+             **more: Any) -> ReplayResult:
+    return replay_job(problem, timing_of(problem), estimate,
+                      lengths_of(queries, outputs, prefixes), **more)
 
 
 def whole_steps(pool: PoolRecords) -> Steps:

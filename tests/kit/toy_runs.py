@@ -16,6 +16,7 @@ from xgpt.core.controls import Admission, AdmissionRule
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
 from xgpt.core.policies import Role
+from xgpt.core.prefixes import Prefixes
 from xrunner.checkpoint.reader import open_weights
 from xrunner.comm.handover import EntryReceiver, EntrySender, Transfer, transfers
 from xrunner.comm.point_to_point import Comm, local_comms
@@ -30,6 +31,7 @@ from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.weights import WHOLE, Shard
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
+from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
@@ -88,7 +90,8 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
                    dtype: torch.dtype = torch.float32, degrees: Sequence[int] | None = None,
                    stages: Sequence[StageAssignment] | None = None,
                    rule: BatchingRule | None = None, device: torch.device | str = "cpu",
-                   in_blocks: bool = False) -> tuple[Collector, list[StageExecutor]]:
+                   in_blocks: bool = False, prefixes: Prefixes | None = None,
+                   ) -> tuple[Collector, list[StageExecutor]]:
     """The whole runner on threads instead of MPI ranks: (what finished, every rank's executor).
     Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks."""
     stages = stages or stages_of(directory, degrees or [1] * num_stages)
@@ -99,12 +102,13 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
     comms, route = local_comms(len(executors)), routes([pool_of(stages)])
     rule = rule or RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
                            num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
+    set_prefixes(rule, prefixes)
     threads = [threading.Thread(target=serve, args=(comms[r], route[r], executors[r]), daemon=True)
                for r in range(1, len(executors))]
     for thread in threads:
         thread.start()
     sink = lead(directory, comms[0], route[0], executors[0], rule, queries, sink,
-                in_blocks=in_blocks)
+                in_blocks=in_blocks or prefixes is not None)
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()

@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling, TokenLikelihood
 from xrunner.rules.changes import Changes
 from xrunner.rules.slots import Seat, Span
-from xrunner.rules.steps import KvBudget, StepKind
+from xrunner.rules.steps import KvBudget, Start, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """A request that enters a group with this step. `goes_on`: it may need a second token, so an
-    encode pool hands its KV over. `is_handed`: its KV comes from another pool."""
+    encode pool hands its KV over. `is_handed`: its KV comes from another pool. `start`: the prefix
+    that it begins with, and those that it writes."""
 
     query: int
     input_tokens: int
     sampling: Sampling
     goes_on: bool = False
     is_handed: bool = False
+    start: Start | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class StepMessage:
     `ended`: requests that ended with their first token; their KV was handed over for nothing.
     `freed`: seats of finished requests in other groups that share the blocks. Blocks are free at
       once; seats go with those groups' next steps.
+    `released`: prefixes whose blocks are given back before the step.
     `replaced`: slots that the first of `joined` take, numbered as after compaction.
     `spans`: what is encoded, behind the tokens of those that decode.
     `resting`: slots of partly encoded requests, which do not decode in this step."""
@@ -48,6 +51,7 @@ class StepMessage:
     joined: tuple[Joined, ...] = ()
     ended: tuple[int, ...] = ()
     freed: tuple[Seat, ...] = ()
+    released: tuple[int, ...] = ()
     replaced: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
     resting: tuple[int, ...] = ()

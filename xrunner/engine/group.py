@@ -199,9 +199,14 @@ class StageGroup:
         return self._encoded.allocate(lengths), lengths
 
     def seat(self, joined: Sequence[Joined], replaced: Sequence[int]) -> None:
-        """Seats requests without cached tokens, the first of them in the slots `replaced`."""
-        self.slots.fill(joined, replaced)
+        """Seats requests, the first of them in the slots `replaced`. No tokens are cached but those
+        that they share."""
+        behind = self.slots.fill(joined, replaced)
         self.cache.seat(len(joined), replaced)
+        seated = [*replaced, *range(behind, len(self.slots.seats))]
+        for slot, seat in zip(seated, joined, strict=True):
+            if seat.start is not None:
+                self.cache.share(slot, seat.start)
 
     def remove(self, removed: Sequence[int]) -> int:
         """Removes slots and makes the others contiguous; returns the number of cache rows
@@ -227,7 +232,8 @@ def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
     else:
         assert not is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
         sharing = message.num_groups if budget.is_shared else 1
-        room = Room(message.slots, message.capacity, budget.tokens, budget.unit, sharing)
+        room = Room(message.slots, message.capacity, budget.tokens, budget.unit, sharing,
+                    budget.prefixes)
         size = block_tokens(model.device)
         shapes = [_shape_of(model, room.num_blocks(size), size)]
         what = (f"{message.num_groups // sharing * shapes[0].slots} blocks of {size} tokens, as "

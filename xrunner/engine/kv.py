@@ -7,6 +7,7 @@ run, since growing it would copy all of it. Keys and values lie in one of two wa
   are moved into their rows, so a decode step reads plain views;
 - in blocks (vLLM, SOSP '23): a request takes a block when its tokens begin one, and returns all of
   them when it ends. A table says which blocks a slot has (xrunner.ops.contexts). Nothing is moved.
+  Requests may share the blocks of a prefix, which are free when nobody holds them.
 
 The rule decides how many requests there may be. With blocks it admits no more than a budget of
 tokens, of each group or of all together (xrunner.rules.steps.KvBudget).
@@ -16,7 +17,9 @@ masked score still multiplies what lies there: 0 * NaN is NaN."""
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -29,7 +32,8 @@ from xgpt.core.units import format_bytes
 from xrunner.devices import on_device
 from xrunner.ops.contexts import BlockTable, layers_of
 from xrunner.ops.kv_entries import compact
-from xrunner.rules.slots import apply_moves, compaction_moves
+from xrunner.rules.slots import Move, apply_moves, compaction_moves
+from xrunner.rules.steps import Start
 
 # Tokens of a block. On a GPU as in vLLM; on a CPU the keys whose scores attention holds at a time
 # (csrc/ops/cpu/decode_isa.h). Measured on one AVX-512 core, 32 requests of 200 tokens, bfloat16:
@@ -69,21 +73,26 @@ def kv_shape(spec: ModelSpec, dtype: torch.dtype, *, slots: int, capacity: int,
 class Room(NamedTuple):
     """Requests that blocks must hold. `slots`: requests of each of the `groups` that share the
     blocks. `capacity`: tokens of the longest. `tokens`: budget in all, each request's counted in
-    whole multiples of `unit`."""
+    whole multiples of `unit`. `prefixes`: most shared prefixes that are there beside them."""
 
     slots: int
     capacity: int
     tokens: int
     unit: int
     groups: int = 1
+    prefixes: int = 0
 
     def num_blocks(self, size: int) -> int:
         """Number of blocks of `size` tokens that hold whatever is admitted. A request leaves up to
-        `size` - `unit` uncounted tokens of its last block empty."""
+        `size` - `unit` uncounted tokens of its last block empty. Behind a prefix its first block
+        holds tokens of the prefix as well. So it is with another prefix."""
         assert size % self.unit == 0, f"{size = } {self.unit = }"
         slots = self.slots * self.groups
-        least = -(-(self.tokens + slots * (size - self.unit)) // size)
-        return min(least, slots * self.width(size))
+        more = slots * (size - self.unit)
+        if self.prefixes:
+            more += slots * size + 2 * self.prefixes * (size - 1)
+        least = -(-(self.tokens + more) // size)
+        return min(least, (slots + self.prefixes) * self.width(size))
 
     def width(self, size: int) -> int:
         """Number of blocks of the longest request."""
@@ -98,14 +107,17 @@ class EntryRows(NamedTuple):
 
 
 class BlockPool:
-    """Memory of blocks 0 .. count - 1, shared by the caches of one or more groups. The block
-    returned last is taken first, then the lowest. Raises XgptError if there is too little
+    """Memory of blocks 0 .. count - 1, shared by the caches of one or more groups. A block is free
+    once all its holders have given it back. The block freed last is taken first, then the lowest.
+    `lines`: blocks of each living prefix, by node. Raises XgptError if there is too little
     memory."""
 
     def __init__(self, shape: KvShape, device: torch.device | str = "cpu") -> None:
         self.shape, self.count, self.most_taken = shape, shape.slots, 0
         self.store = _store_of(shape, torch.device(device))
         self.free = list(range(self.count - 1, -1, -1))
+        self.lines: dict[int, list[int]] = {}
+        self._holders = [0] * self.count  # lines of tables and prefixes, by block
 
     @property
     def num_taken(self) -> int:
@@ -115,11 +127,39 @@ class BlockPool:
         assert count <= len(self.free), (
             f"{count} of {self.shape} are not free: more was admitted than planned")
         blocks = [self.free.pop() for _ in range(count)]
+        self.share(blocks)
         self.most_taken = max(self.most_taken, self.num_taken)
         return blocks
 
+    def share(self, blocks: Sequence[int]) -> None:
+        """Counts one more holder of each block."""
+        for block in blocks:
+            self._holders[block] += 1
+
     def give_back(self, blocks: Sequence[int]) -> None:
-        self.free += reversed(blocks)
+        """Counts one holder of each block less; frees those that nobody holds."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self.free.append(block)
+
+    def keep(self, node: int, blocks: Sequence[int]) -> None:
+        """Holds the blocks of a prefix until it is released."""
+        assert node not in self.lines, f"{node = } lives already"
+        self.share(blocks)
+        self.lines[node] = [*blocks]
+
+    def release(self, nodes: Sequence[int]) -> None:
+        """Gives back the blocks of prefixes."""
+        for node in nodes:
+            self.give_back(self.lines.pop(node))
+
+    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
+        """Asserts that each block is counted as often as `held` (the lines of all tables) and the
+        prefixes name it, and is free if they do not."""
+        counts = Counter(chain(*held, *self.lines.values()))
+        assert self._holders == [counts[block] for block in range(self.count)], f"{held = }"
+        assert sorted([*counts, *self.free]) == list(range(self.count)), f"{self.free = }"
 
 
 class KvCache:
@@ -136,6 +176,7 @@ class KvCache:
         self.store, self.layers = self.pool.store, layers_of(self.pool.store)
         self._table: Tensor | None = None  # [slots, blocks of the longest request], on the device
         self._changed: dict[tuple[int, int], int] = {}  # entries of the table not yet on the device
+        self._copies: dict[Move, int] = {}  # tokens to be copied from block to block
         if room is not None:
             self._slots, self._groups = room.slots, room.groups
             self._table = torch.zeros(room.slots, max(room.width(self._size), 1),
@@ -163,8 +204,9 @@ class KvCache:
 
     def room_for(self, lengths: Sequence[int],
                  slots: Sequence[int] | None = None) -> BlockTable | None:
-        """Allocates blocks for so many tokens of each slot (None: slots 0, 1, 2, ...). Returns the
-        table of all slots' blocks; None in rows, which have room for any request."""
+        """Allocates blocks for so many tokens of each slot (None: slots 0, 1, 2, ...). Fills those
+        of which a part is shared. Returns the table of all slots' blocks; None in rows, which have
+        room for any request."""
         if self._table is None:
             return None
         size = self._size
@@ -177,6 +219,9 @@ class KvCache:
             where = on_device([[*at], [*places], [*self._changed.values()]], self._table.device)
             self._table[where[0], where[1]] = where[2]
             self._changed.clear()
+        if self._copies:
+            compact(self.store, [*self._copies], [*self._copies.values()])
+            self._copies.clear()
         return BlockTable(self._table, size)
 
     def allocate(self, tokens: Sequence[int]) -> int:
@@ -202,6 +247,24 @@ class KvCache:
                 self._leave(slot)
             self.lengths[slot] = 0
         self.allocate([0] * (count - len(replaced)))
+
+    def share(self, slot: int, start: Start) -> None:
+        """Lets the slot's request, without tokens so far, begin with those that it shares. It holds
+        the prefix's whole blocks as well; `room_for` copies a part of one. Allocates blocks of the
+        prefixes that the request writes, and keeps them."""
+        size = self._size
+        whole, part = divmod(start.first, size)
+        line = self.pool.lines[start.node] if start.first else []
+        self.held[slot] = line[:whole]
+        self.pool.share(self.held[slot])
+        self._reach(slot, start.first)
+        if part:
+            self._copies[Move(line[whole], self.held[slot][whole])] = part
+        self.lengths[slot] = start.first
+        for node, end in start.writes:
+            self._reach(slot, end)
+            self.pool.keep(node, self.held[slot][:-(-end // size)])
+        self._write(slot)
 
     def grow(self, slot: int, tokens: int = 1) -> None:
         """Counts `tokens` more cached tokens of the slot's request."""
@@ -231,7 +294,7 @@ class KvCache:
 
     def _reach(self, slot: int, length: int) -> None:
         first = len(self.held[slot])
-        self.held[slot] += self.pool.take(-(-length // self._size) - first)
+        self.held[slot] += self.pool.take(max(-(-length // self._size) - first, 0))
         self._write(slot, first)
 
     def _leave(self, slot: int) -> None:

@@ -15,7 +15,7 @@ from xrunner.engine.group import FED_BACK
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import FinishedQuery, PreparedQuery, TokenLikelihood
 from xrunner.rules.slots import Departures, GroupSlots, Seat, SlotUse, Span
-from xrunner.rules.steps import BatchingRule, Step, StepKind, kv_budget
+from xrunner.rules.steps import BatchingRule, Start, Step, StepKind, kv_budget
 
 _NO_NUMBERS = ("logits not finite: the model computes no number here, or one beyond its type's "
                "range")
@@ -106,12 +106,13 @@ class PoolRequests:
         slots, kind = self._slots[step.group], step.kind
         # (request, first token, tokens) encoded; without chunks whole inputs
         spans = [(c.query, c.first, c.tokens) for c in step.chunks]
-        begun = ([query for query, first, _ in spans if first == 0] if spans
+        begun = ([query for query, *_ in spans if query not in self.active] if spans
                  else list(step.joined))
+        starts = {start.query: start for start in step.starts}
         if begun and self.on_begin is not None:
             self.on_begin(begun)
         joined = (*(self._join(index, now, is_handed=True) for index in step.handed),
-                  *(self._join(index, now) for index in begun))
+                  *(self._join(index, now, starts.get(index)) for index in begun))
         entering = [*step.handed, *begun]
         if kind is not StepKind.DECODE and not spans:
             spans = [(new.query, 0, new.input_tokens) for new in joined]
@@ -132,7 +133,7 @@ class PoolRequests:
         message = StepMessage(
             kind=kind, group=step.group, phase=step.phase, iteration=step.iteration,
             removed=removed, replaced=replaced, joined=joined, resting=resting,
-            ended=tuple(self.ended_elsewhere),
+            ended=tuple(self.ended_elsewhere), released=step.released,
             freed=tuple(seat for seat in self._freed if seat.group != step.group),
             spans=self._seated(step, spans, seats) if self._use is SlotUse.REUSED else ())
         self.ended_elsewhere.clear()
@@ -185,7 +186,8 @@ class PoolRequests:
             self.on_begin(indices)
         return [self._new.pop(index) for index in indices]
 
-    def _join(self, index: int, now: float, *, is_handed: bool = False) -> Joined:
+    def _join(self, index: int, now: float, start: Start | None = None, *,
+              is_handed: bool = False) -> Joined:
         active = self._begun.pop(index, None)
         if active is None:
             query = self._new.pop(index)
@@ -198,6 +200,7 @@ class PoolRequests:
             written = tuple(active.output_ids)
             sampling = replace(sampling, history=(*sampling.history, *written), written=written)
         return Joined(query=index, input_tokens=tokens, sampling=sampling, is_handed=is_handed,
+                      start=start,
                       goes_on=self._start_token is not None or active.query.max_new_tokens > 1)
 
     def _last_token(self, active: ActiveQuery) -> int:

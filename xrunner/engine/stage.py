@@ -97,6 +97,7 @@ class StageExecutor(Executor):
         inputs, group = on_device(inputs, self.model.device), self.groups[message.group]
         for seat in message.freed:
             self.groups[seat.group].cache.give_up(seat.slot)
+        group.cache.pool.release(message.released)
         if message.removed:
             self.rows_compacted += group.remove(message.removed)
         step = self._apart if isinstance(self.model, EncoderDecoderStage) else self._together
@@ -134,18 +135,18 @@ class StageExecutor(Executor):
         model, cache, first = self.model, group.cache, len(group.slots.seats)
         assert isinstance(model, StageModel), f"{model.spec.family = }"
         begun, is_encoding = _seat(group, message, self.receiver), message.kind is StepKind.ENCODE
-        whole = [joined.input_tokens for joined in message.joined
-                 ] if is_encoding and not message.spans else []
-        spans, resting = message.spans or whole_inputs(whole, first), {*message.resting, *begun}
+        resting, spans = {*message.resting, *begun}, [*message.spans]
+        if is_encoding and not spans:
+            spans = whole_inputs([joined.input_tokens for joined in message.joined], first)
         decoding = [] if is_encoding else [
             slot for slot in range(len(group.slots.seats)) if slot not in resting]
         lengths = [cache.lengths[slot] + 1 for slot in decoding]
         table = cache.room_for([*lengths, *(span.first + span.tokens for span in spans)],
                                [*decoding, *(span.slot for span in spans)])
-        # scored or embedded requests are encoded whole, and together
-        choices = [joined.sampling for joined in message.joined] if whole else []
-        pooled = choices[0].pooled if choices else ""
-        tails = whole if pooled == "mean" else [len(choice.targets) for choice in choices]
+        # scored or embedded requests are encoded to their ends, and together
+        choices = [group.slots.seats[span.slot].sampling for span in spans] if is_encoding else []
+        pooled, tokens = choices[0].pooled if choices else "", [span.tokens for span in spans]
+        tails = tokens if pooled == "mean" else [len(choice.targets) for choice in choices]
         step = decode_context(lengths, decoding if resting else None, inputs.device,
                               table) if decoding else None
         encoded = encode_context(spans, inputs.device, table,
@@ -167,7 +168,7 @@ class StageExecutor(Executor):
         given = [*decoding, *(span.slot for span in spans if span.is_last)]
         out: Tensor | None = hidden
         if model.is_last and pooled:
-            out = embeddings(model, hidden, pooled, whole)
+            out = embeddings(model, hidden, pooled, tokens)
         elif model.is_last and any(tails):
             out = scored_tokens(model, hidden, choices)
         elif model.is_last and given:

@@ -27,6 +27,8 @@ class Unshared:
     def __init__(self) -> None:
         self.tokens = 0  # of all prefixes in the cache
         self.first: dict[int, int] = {}  # of requests at work: tokens shared, if they share any
+        # most prefixes that are in a cache of so many tokens at a time
+        self.most_within: Callable[[int], int] = lambda tokens: 0
 
     def shared(self, query: int) -> int:
         """Tokens of the request's longest prefix."""
@@ -153,6 +155,7 @@ class SharedPrefixes(Unshared):
 
     def __init__(self, prefixes: Prefixes) -> None:
         super().__init__()
+        self.most_within = prefixes.most_within
         self.line, self.living = PrefixLine(prefixes), dict[int, Living]()
         self._own: list[int] = prefixes.own_tokens.tolist()
         self._ends: list[int] = prefixes.ends.tolist()

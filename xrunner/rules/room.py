@@ -288,8 +288,9 @@ class Rooms:
     @property
     def budget(self) -> KvBudget:
         """The KV budget of a group; of all groups together if they share prefixes."""
-        return KvBudget(self._tokens if self.prefixes.is_shared else self.of_group[0].tokens,
-                        self.of_group[0].unit, is_shared=self.prefixes.is_shared)
+        is_shared = self.prefixes.is_shared
+        return KvBudget(self._tokens if is_shared else self.of_group[0].tokens,
+                        self.of_group[0].unit, is_shared, self.prefixes.most_within(self._tokens))
 
     def resize(self, group_tokens: int) -> None:
         """Gives each group a budget of so many tokens."""

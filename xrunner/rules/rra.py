@@ -90,7 +90,9 @@ class RraRule:
         """Raises a group's largest sizes after changes: `slots` requests, `kv_tokens` reserved."""
         self.group_max_active = max(self.group_max_active, slots)
         tokens = kv_tokens * self.num_groups if self.kv_reserve.is_shared else kv_tokens
-        self.kv_reserve = self.kv_reserve._replace(tokens=max(self.kv_reserve.tokens, tokens))
+        tokens = max(self.kv_reserve.tokens, tokens)
+        self.kv_reserve = self.kv_reserve._replace(
+            tokens=tokens, prefixes=self.rooms.prefixes.most_within(tokens))
 
     def share_prefixes(self, prefixes: SharedPrefixes) -> None:
         """Lets requests share prefixes. Partly encoded rows stay in place then, as with chunks."""

@@ -78,11 +78,12 @@ class Step:
 
 class KvBudget(NamedTuple):
     """Most KV tokens of a group's requests (of all groups together if `is_shared`). Each request's
-    tokens count in whole multiples of `unit`."""
+    tokens count in whole multiples of `unit`. `prefixes`: most shared prefixes at a time."""
 
     tokens: int
     unit: int
     is_shared: bool = False
+    prefixes: int = 0
 
 
 def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | None:
