@@ -46,13 +46,14 @@ private:
     /* _encode_or_decode */
     void either(Group &group, int64_t g) {
         int64_t left = facts_.budget;
-        while (joined_.empty() || (num_waiting() && tokens(line_[next_]) <= left)) {
+        while (num_waiting()) {
+            const int64_t tokens = to_encode(line_[next_]);
+            if (!joined_.empty() && tokens > left) break;
             const int64_t q = admitted(group, group.slots, true);
             if (q < 0) break;
-            left -= tokens(q);
-            joined_.push_back(q);
+            left -= tokens;
+            encode_whole(q);
         }
-        encode_whole();
         const bool is_decode = joined_.empty() && group.room.decoding;
         if (is_decode) {
             make_room(group);

@@ -103,9 +103,10 @@ struct Rows {
  * kind, group, phase (with paged KV the step's number in its group), iteration, numbers of
  * chunks, of requests that moved (evicted, or handed over) and of those encoded; these chunks[3]
  * request, first, tokens; these requests; sizes[4] tokens, encoded, decoded, context; and tokens
- * held from each moment on. */
+ * held from each moment on. Of shared prefixes, each behind the number of its step: starts[5] of
+ * prefixes.h, and released[2] node; and all their writes. */
 struct Told {
-    std::vector<int64_t> labels, chunks, ended, moved, memory_tokens;
+    std::vector<int64_t> labels, chunks, ended, moved, memory_tokens, starts, writes, released;
     std::vector<double> memory_s, sizes, durations_s, ends_s;
 };
 
@@ -154,6 +155,18 @@ public:
     }
     void move(const std::vector<int64_t> &queries) {
         if (is_told) told.moved.insert(told.moved.end(), queries.begin(), queries.end());
+    }
+    /* Records what the next step does with shared prefixes. */
+    void share(const std::vector<int64_t> &starts, const std::vector<int64_t> &writes,
+               const std::vector<int64_t> &released) {
+        if (!is_told) return;
+        const int64_t step = static_cast<int64_t>(told.labels.size()) / 7;
+        for (size_t place = 0; place < starts.size(); ++place) {
+            if (place % 4 == 0) told.starts.push_back(step);
+            told.starts.push_back(starts[place]);
+        }
+        told.writes.insert(told.writes.end(), writes.begin(), writes.end());
+        for (int64_t node : released) told.released.insert(told.released.end(), {step, node});
     }
     void note_memory(int64_t held, double now) {
         if (held == noted_ || !is_told) return;
@@ -229,7 +242,7 @@ protected:
     }
     void chunk(int64_t q, int64_t first, int64_t tokens) {
         line.chunk(q, first, tokens);
-        if (first == 0 && std::isnan(queries[q].start_s)) queries[q].start_s = now_;
+        if (std::isnan(queries[q].start_s)) queries[q].start_s = now_;
     }
     void decode(Group &group, int64_t g) {
         group.decode(g, queries, line.sizes);

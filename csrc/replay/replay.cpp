@@ -55,10 +55,11 @@ Found *alone(Replay &&replay, double *times) {
 }
 
 xgpt_rooms::Asked asked(const Arguments &args) {
-    const int64_t *facts = args.ints(1);
+    const int64_t *facts = args.ints(1), *sizes = args.ints(11), *own = args.ints(12);
     return {{facts[5], facts[6], facts[7], facts[8], facts[9], facts[10]},
-            {args.ints(4), args.ints(5), args.ints(8), args.ints(9), args.ints(10), facts[11], {}},
-            args.ints(7), args.ints(6)};
+            {own, args.ints(5), args.ints(8), args.ints(9), args.ints(10), facts[11], {}},
+            {sizes[0], sizes[1], sizes[2], args.ints(13), args.ints(14), args.ints(15)},
+            sizes[3], args.ints(7), args.ints(6), args.ints(4)};
 }
 
 Found *paged(const Arguments &args, double *times) {
@@ -129,7 +130,9 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  * rule of admission, and the other terms of room.h; tokens in the table of new forecasts. Then
  * paged KV: tokens of a step; whether inputs are encoded in chunks. Else decode iterations of a
  * phase (0: ORCA's rule), requests of an encode batch, tokens of a chunk (0: none). Behind slots:
- * forecasts[requests], range[requests] of inputs, and the table of room.h. Figures of RRA: mean
+ * forecasts[requests], range[requests] of inputs, and the table of room.h. Then the forest of
+ * prefixes.h: its three sizes and the tokens of all groups, own inputs[requests] without shared
+ * tokens (as reserves, too), parents[nodes], ends[nodes], nodes[requests]. Figures of RRA: mean
  * input, adjustment, target of decode batches.
  *
  * Static batches: numbers of groups, of KV tokens of a group, of steps that encode a group's; in
@@ -178,7 +181,8 @@ extern "C" void xgpt_tell(const void *given, Tell tell) {
     const auto &found = *static_cast<const Found *>(given);
     for (const xgpt_replay::Told &told : found.pools) {
         for (const auto *one : {&told.labels, &told.chunks, &told.ended, &told.moved,
-                                &told.memory_tokens}) tell_all(tell, *one);
+                                &told.memory_tokens, &told.starts, &told.writes, &told.released})
+            tell_all(tell, *one);
         for (const auto *one : {&told.memory_s, &told.sizes, &told.durations_s, &told.ends_s})
             tell_all(tell, *one);
     }

@@ -69,8 +69,7 @@ private:
         const bool is_decode = group.room.decoding > 0;
         if (is_decode) group.room.advance();
         const int64_t q = moved_.empty() ? admitted(group, group.slots, true) : -1;
-        if (q >= 0) joined_.push_back(q);
-        encode_whole();
+        if (q >= 0) encode_whole(q);
         turn_ = (g + 1) % facts_.groups;
         execute(group, g, is_decode, group.steps++, is_decode);
     }
@@ -81,9 +80,8 @@ private:
             for (int64_t wanted = this->wanted(group, g); wanted > 0; --wanted) {
                 const int64_t q = admitted(group, group.slots, true);
                 if (q < 0) break;
-                joined_.push_back(q);
+                encode_whole(q);
             }
-            encode_whole();
         } else if (is_decode) {
             make_room(group);
             group.room.advance();
@@ -107,20 +105,23 @@ private:
     }
     void deal(Group &group, int64_t g) {
         if (static_cast<int64_t>(group.dealt.size()) >= quota(g)) return;
-        for (int64_t wanted = this->wanted(group, g); wanted > 0; --wanted) {
-            group.tokens += tokens(line_[next_]);
+        for (int64_t wanted = this->wanted(group, g); wanted > 0; --wanted)
             group.dealt.push_back(line_[next_++]);
-        }
+    }
+    /* Tokens that the requests assigned to it and its partly encoded one have left to encode. */
+    int64_t left_to_encode(const Group &group) {
+        int64_t left = group.part < 0 ? 0 : left_of(group);
+        for (int64_t q : group.dealt) left += tokens(q);
+        return shared_ ? left + shared_->to_encode(group.dealt) : left;
     }
     /* PhaseChunks.begin_phase */
     void begin_phase() {
         int64_t most = 0, iterations = facts_.iterations;
-        for (const Group &own : groups_) most = std::max(most, own.tokens);
+        for (Group &own : groups_) most = std::max(most, own.size = left_to_encode(own));
         every_ = std::min(std::max(facts_.chunk * iterations / std::max<int64_t>(most, 1),
                                    int64_t{1}), iterations);
         int64_t times = (iterations + every_ - 1) / every_;
-        for (Group &own : groups_) own.size = std::min((own.tokens + times - 1) / times,
-                                                       facts_.chunk);
+        for (Group &own : groups_) own.size = std::min((own.size + times - 1) / times, facts_.chunk);
     }
     /* PhaseChunks.take */
     void take(Group &group) {

@@ -64,18 +64,27 @@ public:
         starting_.assign(terms.unit, 0);
     }
     /* Whether somebody must be evicted before the next decode step. */
-    bool is_short() const {
-        return terms_.evicts && active > 1 && held + needed() > terms_.tokens;
+    bool is_short() const { return active > 1 && is_over(); }
+    bool is_over() const { return terms_.evicts && held + needed() > terms_.tokens; }
+    void resize(int64_t tokens) { terms_.tokens = tokens; }
+    /* Whether those at work keep within a budget, by their forecasts. */
+    bool fits(int64_t budget) const {
+        if (!terms_.is_planned()) return held <= budget;
+        return whole_ + active * (terms_.unit - 1) + peak(nullptr) <= budget;
     }
     bool has_room(int64_t q, bool decodes) {
-        if (!active) return true;
-        if (terms_.rule == RESERVE) return held + reserved(q) <= terms_.tokens;
+        return !active || has_room(q, decodes, terms_.tokens);
+    }
+    /* With another budget, which even a request alone must keep. */
+    bool has_room(int64_t q, bool decodes, int64_t budget) {
+        if (terms_.rule == RESERVE || (!active && terms_.is_planned()))
+            return held + reserved(q) <= budget;
         const int64_t tokens = in_units(requests_->tokens(q));
-        if (held + tokens + terms_.spare * terms_.unit > terms_.tokens) return false;
+        if (held + tokens + (active ? terms_.spare * terms_.unit : 0) > budget) return false;
         if (terms_.rule == GREEDY) return true;
         look_again();
         const int64_t rounding = (active + 1) * (terms_.unit - 1);
-        return whole_ + rounding + load_with(q, decodes) <= terms_.tokens;
+        return whole_ + rounding + load_with(q, decodes) <= budget;
     }
     void admit(int64_t q, bool decodes) {
         Request &one = of(q);

@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <deque>
+#include <memory>
 #include <numeric>
 #include <utility>
 #include <vector>
 
 #include "pool_replay.h"
+#include "prefixes.h"
 #include "room.h"
 
 namespace xgpt_rooms {
@@ -22,19 +24,23 @@ struct Query : xgpt_replay::Query {
 };
 
 /* A group's rows and room, and its partly encoded request. RRA's chunks of a phase: requests
- * assigned, their tokens, and those of a chunk. */
+ * assigned, and tokens of a chunk. */
 struct Group : xgpt_replay::Rows<Query> {
     xgpt_room::Room room;
     int64_t slots = 0, steps = 0, part = -1, part_done = 0;
     std::deque<int64_t> dealt;
-    int64_t tokens = 0, size = 0;
+    int64_t size = 0;
 };
 
-/* What rooms decide by; slots[groups]: most requests of each; left[requests]: iterations. */
+/* What rooms decide by, without shared tokens; tokens of all rooms, those of shared prefixes
+ * included; slots[groups]: most requests of each; left[requests]: iterations; inputs[requests]:
+ * all tokens. */
 struct Asked {
     xgpt_room::Terms terms;
     xgpt_room::Requests requests;
-    const int64_t *slots, *left;
+    xgpt_prefixes::Forest forest;
+    int64_t tokens;
+    const int64_t *slots, *left, *inputs;
 };
 
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
@@ -42,7 +48,8 @@ protected:
     Replay(const xgpt_replay::Given &given, int64_t num_groups, int64_t num_queries,
            const Asked &asked)
         : PoolReplay(given, num_groups, num_queries), num_groups_(num_groups),
-          requests_(asked.requests), line_(num_queries) {
+          requests_(asked.requests), line_(num_queries), tokens_(asked.tokens),
+          unit_(asked.terms.unit), inputs_(asked.inputs) {
         requests_.all.resize(num_queries);
         for (int64_t q = 0; q < num_queries; ++q) queries[q].left = asked.left[q];
         for (int64_t g = 0; g < num_groups; ++g) {
@@ -50,16 +57,25 @@ protected:
             groups_[g].room.open(asked.terms, requests_);
         }
         std::iota(line_.begin(), line_.end(), int64_t{0});
+        if (asked.forest.size)
+            shared_ = std::make_unique<xgpt_prefixes::Living>(asked.forest, num_queries);
     }
 
     int64_t num_groups_, turn_ = 0, next_ = 0;
     xgpt_room::Requests requests_;
     std::vector<int64_t> line_;  // requests in line, from `next_` on
+    std::unique_ptr<xgpt_prefixes::Living> shared_;  // empty if nothing is shared
 
     int64_t num_waiting() const { return static_cast<int64_t>(line_.size()) - next_; }
     int64_t tokens(int64_t q) const { return requests_.tokens(q); }
     /* As `tokens`, but one less of an evicted one if encoding gives no token. */
-    int64_t context(int64_t q) const { return requests_.inputs[q] + queries[q].made; }
+    int64_t context(int64_t q) const { return inputs_[q] + queries[q].made; }
+    /* Input tokens of the request in shared prefixes. */
+    int64_t shared(int64_t q) const { return inputs_[q] - requests_.inputs[q]; }
+    /* Rooms.to_encode */
+    int64_t to_encode(int64_t q) {
+        return tokens(q) + (shared_ ? shared_->to_encode({q}) : 0);
+    }
 
     /* ContinuousRule.next_group */
     int64_t next_in_turn() const {
@@ -70,11 +86,24 @@ protected:
         return -1;
     }
     void begin(Group &group) {
-        begin_turn(group, [&](int64_t q) { group.room.finish(q); });
+        begin_turn(group, [&](int64_t q) {
+            if (shared_) {
+                shared_->finish(q);
+                set_budgets();
+            }
+            group.room.finish(q);
+        });
     }
     /* Rooms.admit */
-    static bool admit(Group &group, int64_t q, int64_t most, bool decodes) {
-        if (group.room.active >= most || !group.room.has_room(q, decodes)) return false;
+    bool admit(Group &group, int64_t q, int64_t most, bool decodes) {
+        if (group.room.active >= most) return false;
+        if (!shared_) {
+            if (!group.room.has_room(q, decodes)) return false;
+        } else {
+            if (!has_shared_room(group, q, decodes)) return false;
+            shared_->admit(q);
+            set_budgets();
+        }
         group.room.admit(q, decodes);
         return true;
     }
@@ -85,13 +114,14 @@ protected:
     }
     /* Rooms.make_room; a partly encoded request starts at its first chunk again. */
     void make_room(Group &group) {
-        while (group.room.is_short()) {
+        while (is_short(group)) {
             const int64_t q = group.room.evict();
             line_[--next_] = q;
             moved_.push_back(q);
-            if (q != group.part) continue;
-            group.tokens -= tokens(q) - group.part_done;
-            group.part = -1;
+            if (q == group.part) group.part = -1;
+            if (!shared_) continue;
+            shared_->evict(q);
+            set_budgets();
         }
     }
     /* Encodes chunks of at most `left` tokens. next() admits a request, -1: none; whole(request)
@@ -101,26 +131,38 @@ protected:
         while (left > 0) {
             if (group.part < 0) {
                 if ((group.part = next()) < 0) break;
-                group.part_done = 0;
+                group.part_done = shared_ ? shared_->first : 0;
             }
-            const int64_t size = std::min(left, tokens(group.part) - group.part_done);
+            const int64_t size = std::min(left, left_of(group));
             chunk(group.part, group.part_done, size);
             group.part_done += size;
-            group.tokens -= size;
             left -= size;
-            if (group.part_done < tokens(group.part)) continue;
+            if (shared_) shared_->encode(group.part, group.part_done);
+            if (left_of(group)) continue;
             joined_.push_back(group.part);
             whole(std::exchange(group.part, -1));
         }
     }
-    void encode_whole() {
-        for (int64_t q : joined_) chunk(q, 0, context(q));
+    /* Tokens of its partly encoded request that are left to encode. */
+    int64_t left_of(const Group &group) const {
+        return tokens(group.part) + shared(group.part) - group.part_done;
+    }
+    /* Encodes an admitted request in one step. */
+    void encode_whole(int64_t q) {
+        const int64_t first = shared_ ? shared_->first : 0;
+        joined_.push_back(q);
+        chunk(q, first, context(q) - first);
+        if (shared_) shared_->encode(q, context(q));
     }
     /* PoolHead._execute, if there is a step */
     void execute(Group &group, int64_t g, bool decodes, int64_t phase, int64_t iteration) {
         const bool encodes = !line.sizes.spans.empty();
         if (!decodes && !encodes) return;
         evict_rows(group, g);
+        if (shared_) {
+            line.share(shared_->starts, shared_->writes, shared_->released);
+            shared_->end_step();
+        }
         if (decodes) decode(group, g);
         for (int64_t q : joined_) {
             Query &query = queries[q];
@@ -133,12 +175,46 @@ protected:
     }
     void note_memory() {
         if (!line.is_told) return;
-        int64_t held = 0;
+        int64_t held = shared_ ? shared_->tokens : 0;
         for (const Group &group : groups_) held += group.room.held;
         line.note_memory(held, now_);
     }
 
 private:
+    int64_t tokens_, unit_;  // of all rooms; in whole multiples of this in each
+    const int64_t *inputs_;
+
+    /* Rooms._budget */
+    int64_t budget(int64_t prefix_tokens) const {
+        return (tokens_ - prefix_tokens) / num_groups_ / unit_ * unit_;
+    }
+    void set_budgets() {
+        for (Group &group : groups_) group.room.resize(budget(shared_->tokens));
+    }
+    /* Rooms._has_shared_room */
+    bool has_shared_room(Group &group, int64_t q, bool decodes) {
+        return !shared_->must_wait(q) && shared_->make_room(q, [&](int64_t prefix_tokens) {
+            const int64_t budget = this->budget(prefix_tokens);
+            return group.room.has_room(q, decodes, budget) &&
+                   (prefix_tokens <= shared_->tokens ||
+                    std::all_of(groups_.begin(), groups_.end(), [&](const Group &own) {
+                        return &own == &group || own.room.fits(budget);
+                    }));
+        });
+    }
+    /* Whether a request must go; idle prefixes go before any. */
+    bool is_short(const Group &group) {
+        if (!shared_) return group.room.is_short();
+        while (group.room.is_over()) {
+            if (!shared_->let_go()) {
+                int64_t active = 0;
+                for (const Group &own : groups_) active += own.room.active;
+                return active > 1;
+            }
+            set_budgets();
+        }
+        return false;
+    }
     void evict_rows(Group &group, int64_t g) {
         for (int64_t q : moved_) {
             Query &query = queries[q];

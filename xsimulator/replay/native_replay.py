@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, overload
 from weakref import finalize
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from xgpt.core.controls import ADMISSION_RULES
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import QueryTimes
 from xrunner.rules.forecast import Forecaster, LengthForecaster
 from xrunner.rules.iteration import OrcaRule
@@ -25,7 +28,7 @@ from xrunner.rules.room import Caps, Rooms, Waiting
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.static import StaticRule
-from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
+from xrunner.rules.steps import BatchingRule, Chunk, Start, Step, StepKind
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.addresses import address_of
 from xsimulator.native import TELL, Native, native
@@ -42,8 +45,11 @@ from xsimulator.replay.step_clock import (
 )
 
 _PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/replay/replay.cpp
+_WITH_ROOMS = PagedRule, OrcaRule, RraRule
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
-_POOL = [np.int64] * 5 + [np.float64] * 4  # types of the arrays of one pool
+_NONE: IntArray = np.zeros(0, np.int64)
+_NO_PREFIXES = Prefixes(parents=_NONE, ends=_NONE, nodes=_NONE)
+_POOL = [np.int64] * 8 + [np.float64] * 4  # types of the arrays of one pool
 
 
 class _NativeInput(NamedTuple):
@@ -165,7 +171,7 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
             _STATIC, [rule.num_groups, rule.group_kv_tokens,
                       rule.encode_micro_batches // rule.num_groups], [], outputs, [order, ends],
             lengths.reserves > rule.group_kv_tokens)
-    if not isinstance(rule, (PagedRule, OrcaRule, RraRule)) or rule.waiting:
+    if not isinstance(rule, _WITH_ROOMS) or rule.waiting:
         return None
     if type(rule) is PagedRule:
         return _of_rooms(job, rule.rooms, rule.slots, _PAGED, [rule.token_budget, rule.is_chunked])
@@ -182,18 +188,24 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
 
 def _of_rooms(job: ReplayJob, rooms: Rooms, slots: Sequence[int], kind: int, facts: Sequence[int],
               figures: Sequence[float] = ()) -> _NativeInput | None:
-    """Input for a pool whose groups have rooms; None for forecasts that csrc does not know, and for
-    shared prefixes. slots: most requests of each group. facts, figures: of its rule."""
-    room, lengths = rooms.of_group[0], job.lengths
-    forecasts = _forecasts(job, room.forecaster)
-    if forecasts is None or rooms.prefixes.is_shared:
+    """Input for a pool whose groups have rooms; None for forecasts that csrc does not know. slots:
+    most requests of each group. facts, figures: of its rule."""
+    room, lengths, budget = rooms.of_group[0], job.lengths, rooms.budget
+    forecasts, groups = _forecasts(job, room.forecaster), len(rooms.of_group)
+    if forecasts is None:
         return None
-    needed = np.maximum(lengths.reserves, lengths.inputs)
-    terms = [len(rooms.of_group), room.tokens, ADMISSION_RULES.index(room.rule), room.after_free,
+    forest = (lengths.prefixes if rooms.prefixes.is_shared else None) or _NO_PREFIXES
+    shared = forest.shared if len(forest.nodes) else 0
+    tokens = budget.tokens if budget.is_shared else groups * room.tokens
+    terms = [groups, room.tokens, ADMISSION_RULES.index(room.rule), room.after_free,
              room.evicts, room.unit, room.spare, forecasts[-1].shape[1]]
-    return _NativeInput(kind, [*terms, *facts], figures, lengths.reserves,
-                        [np.array(slots, np.int64), *forecasts],
-                        needed > room.tokens // room.unit * room.unit)
+    prefixes = [np.array([len(forest.ends), forest.block_tokens, forest.is_whole, tokens]),
+                lengths.inputs - shared, forest.parents, forest.ends, forest.nodes]
+    needed = np.maximum(lengths.reserves, lengths.inputs) - shared
+    return _NativeInput(kind, [*terms, *facts], figures, lengths.reserves - shared,
+                        [np.array(slots, np.int64), *forecasts, *(
+                            np.ascontiguousarray(one, np.int64) for one in prefixes)],
+                        needed > (tokens - shared) // groups // room.unit * room.unit)
 
 
 def _forecasts(job: ReplayJob, forecaster: Forecaster) -> Sequence[IntArray] | None:
@@ -259,8 +271,10 @@ def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
 
 
 def _records(plan: PoolPlan, *arrays: NDArray[Any]) -> PoolRecords:
-    labels, chunks, ended, moved, held, memory_s, sizes, *times = arrays
-    steps = _NativeSteps(labels.reshape(-1, 7), chunks.reshape(-1, 3), ended, moved, plan.rule)
+    labels, chunks, ended, moved, held, starts, writes, released, memory_s, sizes, *times = arrays
+    prefixes = starts.reshape(-1, 5), writes.reshape(-1, 2), released.reshape(-1, 2)
+    steps = _NativeSteps(labels.reshape(-1, 7), chunks.reshape(-1, 3), ended, moved, prefixes,
+                         plan.rule)
     durations_s, end_s = (one.reshape(-1, len(plan.stages)) for one in times)
     return records_of(plan, StepTimes(steps, sizes.reshape(-1, 4), durations_s, end_s),
                       memory_s.tolist(), held.tolist())
@@ -270,12 +284,13 @@ class _NativeSteps(Sequence[Step]):
     """Steps of a pool from the arrays of csrc/replay/pool_replay.h."""
 
     def __init__(self, labels: IntArray, chunks: IntArray, ended: IntArray, moved: IntArray,
-                 rule: BatchingRule) -> None:
-        self._arrays = labels, chunks, ended, moved
+                 prefixes: Sequence[IntArray], rule: BatchingRule) -> None:
+        self._arrays, self._prefixes = (labels, chunks, ended, moved), prefixes
         self._moved = "handed" if type(rule) is WaaDecodeRule else "evicted"
         self._is_chunked = (
             type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.is_chunked)
-            or (type(rule) is RraRule and rule.controls.encode_chunk > 0))
+            or (type(rule) is RraRule and rule.controls.encode_chunk > 0)
+            or (isinstance(rule, _WITH_ROOMS) and rule.rooms.prefixes.is_shared))
 
     def __len__(self) -> int:
         return len(self._arrays[0])
@@ -299,7 +314,7 @@ class _NativeSteps(Sequence[Step]):
     def _steps(self) -> list[Step]:
         labels, *others = self._arrays
         chunks, ended, moved = (iter(one.tolist()) for one in others)
-        steps = []
+        steps, (starts, released) = list[Step](), self._shared()
         for kind, group, phase, iteration, parts, moving, joined in labels.tolist():
             spans = tuple(Chunk(query=query, first=first, tokens=tokens)
                           for query, first, tokens in (next(chunks) for _ in range(parts)))
@@ -307,8 +322,20 @@ class _NativeSteps(Sequence[Step]):
                 kind=_KINDS[kind], group=group, phase=phase, iteration=iteration,
                 chunks=spans if self._is_chunked else (),
                 joined=tuple(next(ended) for _ in range(joined)),
+                starts=tuple(starts[len(steps)]), released=tuple(released[len(steps)]),
                 **{self._moved: tuple(next(moved) for _ in range(moving))}))
         return steps
+
+    def _shared(self) -> tuple[dict[int, list[Start]], dict[int, list[int]]]:
+        """(Step.starts, Step.released) by the number of the step."""
+        starts, released = defaultdict[int, list[Start]](list), defaultdict[int, list[int]](list)
+        begun, written, gone = (one.tolist() for one in self._prefixes)
+        writes = iter(map(tuple, written))
+        for step, query, first, node, count in begun:
+            starts[step].append(Start(query, first, node, tuple(islice(writes, count))))
+        for step, node in gone:
+            released[step].append(node)
+        return starts, released
 
 
 def never_fits(job: ReplayJob, query: int) -> XgptError:

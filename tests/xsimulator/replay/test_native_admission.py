@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from both_replays import LONGEST, RULES, drawn, same_both_ways
+from both_replays import LONGEST, RULES, drawn, same_both_ways, tight_of
 from compiled import has_compiler
 from problems import TakenAsTrue, problem_of
 
@@ -13,8 +13,6 @@ from xgpt.core import catalog
 from xgpt.core.controls import ADMISSION_RULES, Admission, FixedSchedule, Forecasting
 from xgpt.core.lengths import joint_empirical
 from xrunner.rules.forecast import forecaster_of
-from xrunner.rules.paged import PagedRule
-from xrunner.rules.room import Rooms
 from xrunner.rules.steps import set_forecaster
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.rough.formulas import fixed_estimate
@@ -25,20 +23,6 @@ FORECASTS = (
     Forecasting(), Forecasting(kind="known"), Forecasting(kind="class", width=15, accuracy=0.6),
     Forecasting(kind="distribution", use="expected"), Forecasting(kind="distribution", use="least"),
     Forecasting(kind="mean", bins=3), Forecasting(kind="class", width=40, use="least"))
-
-
-def tight_of(name, rng, mean_input, admission):
-    """A rule whose requests hardly fit."""
-    if name in RULES:
-        rule = RULES[name](rng, mean_input)()
-        tokens = rule.num_groups * int(rng.integers(LONGEST, 1000))
-        rule.rooms = Rooms.even(rule.num_groups, tokens, admission)
-        return rule
-    groups = int(rng.integers(1, 5))
-    return PagedRule(is_chunked=name == "sarathi", num_groups=groups, admission=admission,
-                     max_active=groups + int(rng.integers(60)),
-                     kv_tokens=groups * int(rng.integers(340, 1000)),
-                     token_budget=int(rng.integers(20, 400)))
 
 
 def looking_ahead(seed, name, admission, made, *, learns=False):

@@ -1,0 +1,176 @@
+/* Shared prefixes in the KV cache of one replica: as xrunner/rules/prefixes.py, which explains it.
+ * All requests are in line from the beginning on, in the order of their numbers. */
+#pragma once
+
+#include <stdint.h>
+
+#include <initializer_list>
+#include <limits>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace xgpt_prefixes {
+
+/* As xgpt.core.prefixes.Prefixes; `size`: number of nodes, 0 if nothing is shared. */
+struct Forest {
+    int64_t size, block_tokens, is_whole;
+    const int64_t *parents, *ends, *nodes;
+};
+
+/* A node. `line`: requests that wait, the first one last; some of them have begun since.
+ * `writer`: the request that encodes it, -1 once it is encoded. `is_new`: by this step. */
+struct Node {
+    int64_t own = 0, at_work = 0, left = 0, writer = -1, seen = 0;
+    bool lives = false, is_new = false;
+    std::vector<int64_t> line;
+};
+
+/* starts[4] request, first, node, number of writes; writes[2] node, end: of the step that is
+ * being decided, as of Start in steps.py. */
+class Living {
+public:
+    Living(const Forest &forest, int64_t num_queries)
+        : forest_(forest), nodes_(forest.size), places_(num_queries) {
+        for (int64_t n = 0; n < forest.size; ++n) {
+            const int64_t parent = forest.parents[n];
+            nodes_[n].own = forest.ends[n] - (parent < 0 ? 0 : forest.ends[parent]);
+        }
+        for (int64_t q = num_queries - 1; q >= 0; --q) {
+            places_[q] = q;
+            each(q, [&](int64_t, Node &node) {
+                node.left += 1;
+                node.line.push_back(q);
+            });
+        }
+    }
+
+    int64_t tokens = 0;  // of all that live
+    int64_t first = 0;   // of the latest admitted request: the first token that it encodes
+    std::vector<int64_t> starts, writes, released;
+
+    /* Tokens of these requests' prefixes that are not there, each counted once. */
+    template <class Queries = std::initializer_list<int64_t>>
+    int64_t to_encode(const Queries &queries) {
+        int64_t all = 0;
+        stamp_ += 1;
+        for (int64_t q : queries) each(q, [&](int64_t, Node &node) {
+            if (!node.lives && node.seen != stamp_) all += node.own;
+            node.seen = stamp_;
+        });
+        return all;
+    }
+    bool must_wait(int64_t q) {
+        bool waits = false;
+        each(q, [&](int64_t, Node &node) { waits |= node.lives && node.writer >= 0; });
+        return waits;
+    }
+    template <class Fits>
+    bool make_room(int64_t q, const Fits &fits) {
+        int64_t wanted = tokens + to_encode({q});
+        going_.clear();
+        for (auto idle = idle_.rbegin(); !fits(wanted); ++idle) {
+            while (idle != idle_.rend() && nodes_[idle->second].seen == stamp_) ++idle;
+            if (idle == idle_.rend()) return false;
+            wanted -= nodes_[idle->second].own;
+            going_.push_back(idle->second);
+        }
+        for (int64_t n : going_) release(n);
+        return true;
+    }
+    bool let_go() {
+        if (idle_.empty()) return false;
+        release(idle_.rbegin()->second);
+        return true;
+    }
+    /* The node in which a request's first tokens would lie now; `shared` becomes their number. */
+    int64_t source(int64_t q, int64_t &shared) {
+        int64_t source = -1;
+        shared = 0;
+        each(q, [&](int64_t n, Node &node) {
+            const int64_t unit = node.is_new || forest_.is_whole ? forest_.block_tokens : 1;
+            const int64_t end = forest_.ends[n] / unit * unit;
+            if (!node.lives || !end || end < shared) return;
+            shared = end;
+            source = n;
+        });
+        return source;
+    }
+    void admit(int64_t q) {
+        if (forest_.nodes[q] < 0) return void(first = 0);
+        const int64_t node = source(q, first);
+        starts.insert(starts.end(), {q, first, node, 0});
+        const auto begin = static_cast<int64_t>(writes.size());
+        each(q, [&](int64_t n, Node &node) {
+            if (!node.lives) {
+                node.lives = true;
+                node.is_new = false;
+                node.writer = q;
+                tokens += node.own;
+                writes.insert(writes.begin() + begin, {n, forest_.ends[n]});
+                starts.back() += 1;
+            } else if (!node.at_work) {
+                idle_.erase({next_use(node), n});
+            }
+            node.at_work += 1;
+        });
+        places_[q] = AT_WORK;
+    }
+    void encode(int64_t q, int64_t end) {
+        each(q, [&](int64_t n, Node &node) {
+            if (node.writer != q || forest_.ends[n] > end) return;
+            node.writer = -1;
+            node.is_new = true;
+            new_.push_back(n);
+        });
+    }
+    void finish(int64_t q) {
+        each(q, [&](int64_t n, Node &node) {
+            node.at_work -= 1;
+            node.left -= 1;
+            if (!node.left) release(n);
+            else if (!node.at_work) idle_.insert({next_use(node), n});
+        });
+    }
+    void evict(int64_t q) {
+        places_[q] = --before_;
+        each(q, [&](int64_t n, Node &node) {
+            node.at_work -= 1;
+            node.line.push_back(q);
+            if (node.writer == q) release(n);
+            else if (!node.at_work) idle_.insert({before_, n});
+        });
+    }
+    void end_step() {
+        for (int64_t n : new_) nodes_[n].is_new = false;
+        for (auto *one : {&new_, &starts, &writes, &released}) one->clear();
+    }
+
+private:
+    static constexpr int64_t AT_WORK = std::numeric_limits<int64_t>::max();
+    Forest forest_;
+    std::vector<Node> nodes_;
+    std::vector<int64_t> places_, new_, going_;  // places in line by request
+    std::set<std::pair<int64_t, int64_t>> idle_;  // (next use, node), which does not change there
+    int64_t before_ = 0, stamp_ = 0;
+
+    /* Calls act(number, node) with each node of the request, the deepest first. */
+    template <class Act>
+    void each(int64_t q, const Act &act) {
+        for (int64_t n = forest_.nodes[q]; n >= 0; n = forest_.parents[n]) act(n, nodes_[n]);
+    }
+    int64_t next_use(Node &node) {
+        while (places_[node.line.back()] == AT_WORK) node.line.pop_back();
+        return places_[node.line.back()];
+    }
+    void release(int64_t n) {
+        Node &node = nodes_[n];
+        if (!node.at_work && node.left && node.writer < 0) idle_.erase({next_use(node), n});
+        node.lives = false;
+        node.writer = -1;
+        tokens -= node.own;
+        released.push_back(n);
+    }
+};
+
+}  // namespace xgpt_prefixes
