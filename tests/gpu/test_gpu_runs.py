@@ -23,8 +23,11 @@ import graph_trial  # noqa: E402
 import job_folder  # noqa: E402
 import toy_runs  # noqa: E402
 import toys  # noqa: E402
+from holding import rule_of  # noqa: E402
 from job_folder import SUPPORT, as_requests  # noqa: E402
 from mpi_runs import answered, call, json_of, launched  # noqa: E402
+from prefix_blocks import SharingMachine  # noqa: E402
+from prefix_queries import nested  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.launcher import find_mpiexec  # noqa: E402
@@ -59,6 +62,21 @@ def test_every_family_answers_as_generate_does(made, device, family):
         assert answers_of(sink) == expected, f"{degrees = }"
         assert all(e.groups[0].cache.store.device == device for e in executors)
         assert sum(e.rows_compacted for e in executors) > 0
+
+
+def test_prefixes_are_shared_and_parts_of_their_blocks_copied(made, device):
+    """Blocks of any content first, then answers."""
+    for seed in range(8):
+        machine = SharingMachine(seed, 16, device)
+        for _ in range(25):
+            machine.step()
+            machine.check()
+    (directory, model), (queries, prefixes) = made("llama"), nested(33, 20, block_tokens=16)
+    for policy, groups in (("rra", 2), ("orca", 1), ("vllm", 1), ("sarathi", 2)):
+        sink, _ = toy_runs.run_in_process(
+            directory, queries, degrees=(1,), device=device, prefixes=prefixes,
+            rule=rule_of(policy, groups=groups, batch=12, kv_tokens=600, budget=100))
+        assert answers_of(sink) == generated(model, queries), policy
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])

@@ -17,6 +17,7 @@ import toys
 from cuda_check import tolerance
 from examples import some
 from holding import rule_of
+from prefix_queries import nested
 from replays import answers_of, generated
 from torch import Tensor
 
@@ -112,6 +113,19 @@ def test_captured_steps_answer_as_generate_does(made, monkeypatch, family, count
     for executor in executors:
         assert str(executor.graphs_said).startswith(
             f"decode steps of up to {max(capture.sizes)} requests in CUDA graphs")
+
+
+def test_captured_steps_read_prefixes_that_several_share(made, monkeypatch, small_blocks):
+    (directory, model), capture = made("llama"), Capture()
+    monkeypatch.setattr(toy_runs, "executor_of", partial(toy_runs.executor_of, capture=capture))
+    queries, prefixes = nested(21, 4, block_tokens=16)
+    with kernels():
+        sink, executors = toy_runs.run_in_process(
+            directory, queries, degrees=(1,), rule=rule_of("vllm", groups=2, batch=4, budget=300),
+            prefixes=prefixes)
+    assert answers_of(sink) == generated(model, queries)
+    assert capture.replays == decodes(executors) > 0
+    assert len(set(capture.sizes.values())) == 1, "groups share the blocks, and the steps"
 
 
 def test_groups_that_share_their_blocks_share_their_steps(made, monkeypatch, small_blocks):

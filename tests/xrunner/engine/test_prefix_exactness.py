@@ -2,19 +2,27 @@
 samples and scored continuations, where requests are evicted, on one rank and on several. Each run
 takes the steps of its replay, and encodes what is not shared."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from examples import some
 from holding import rule_of
-from prefix_queries import nested
-from replays import answers_of, generated
+from implementations import SOURCES, TORCH
+from prefix_queries import forest_of, nested, sampled
+from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
 from toy_runs import run_in_process
+from toys import random_queries
 
 from xgpt.core.controls import Admission
+from xgpt.core.errors import XgptError
+from xrunner.ops import invariant
+from xrunner.query import Sampling
 from xrunner.rules.room import Rooms
-from xrunner.rules.steps import Step
+from xrunner.rules.steps import Step, rules_for
 
 RULES: dict[str, dict[str, Any]] = {
     "rra": {"encode": 5, "iterations": 3, "batch": 12},
@@ -78,3 +86,102 @@ def test_tokens_equal_generate(made, name, end, degrees, is_tight):
         assert encoded + rule.shared == inputs or is_tight
         assert rule.shared > inputs / 2
         assert 0 < pool.most_taken <= rule.most_blocks
+
+
+@pytest.mark.parametrize("implementation", [TORCH, SOURCES], ids=str)
+def test_small_blocks_of_torch_and_the_cuda_sources_are_shared(made, small_blocks, implementation):
+    (directory, model), (queries, prefixes) = made("llama"), nested(21, 6, block_tokens=16)
+    with implementation.using():
+        sink, _ = run_in_process(directory, queries, degrees=(1,), prefixes=prefixes,
+                                 rule=rule_named("sarathi"))
+    assert answers_of(sink) == generated(model, queries)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_samples_of_one_prompt_are_those_that_it_has_alone(llama, name):
+    first = replace(random_queries(1, longest=60)[0], input_ids=tuple(range(6, 90)) * 2,
+                    max_new_tokens=9)
+    queries, prefixes = sampled(first, 8)
+    answers = [answers_of(run_in_process(llama[0], queries, degrees=(1,), prefixes=shared,
+                                         rule=rule_named(name))[0])
+               for shared in (None, prefixes)]
+    assert answers[0] == answers[1] and len({tuple(own) for own in answers[0].values()}) > 4
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_continuations_of_a_prefix_are_as_likely_as_without(llama, degrees):
+    """Four of each prompt; what is scored is encoded for each."""
+    queries, prefixes = nested(127)
+    scored, nodes = [], []
+    for query, own in product(queries[:6], range(4)):
+        targets = tuple(range(10 + own, 11 + 3 * own))
+        place = len(scored)
+        scored.append(replace(query, index=place, id=f"c{place}", max_new_tokens=1, is_forced=True,
+                              input_ids=(*query.input_ids, *targets[:-1]),
+                              sampling=Sampling(targets=targets)))
+        nodes.append(int(prefixes.nodes[query.index]))
+
+    def likelihoods(shared: Any) -> dict[int, list[float]]:
+        sink, _ = run_in_process(llama[0], scored, degrees=degrees, prefixes=shared,
+                                 rule=rule_named("rra", len(degrees)))
+        return {result.query.index: [one.logprob for one in result.likelihoods]
+                for result in sink.results}
+
+    forest = forest_of(prefixes.parents, prefixes.ends, nodes)
+    found, expected = likelihoods(forest), likelihoods(None)
+    assert len(expected) == 24
+    for index, values in expected.items():
+        assert found[index] == pytest.approx(values, abs=1e-5)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    try:
+        invariant.set_deterministic(True)
+    except XgptError as cause:
+        pytest.skip(str(cause))
+    yield
+    invariant.set_deterministic(False)
+
+
+@pytest.mark.parametrize(("name", "dtype"), some(
+    product(RULES, [torch.bfloat16, torch.float32]),
+    lambda case: case[1] is torch.bfloat16 or case[0] == "sarathi"))
+def test_deterministic_runs_draw_the_same_tokens(llama, deterministic, name, dtype):
+    queries, prefixes = nested(129, 10)
+    queries = [replace(query, is_forced=True, sampling=Sampling(
+        temperature=3.0 * (query.index % 2), seed=query.index)) for query in queries]
+    answers = [answers_of(run_in_process(llama[0], queries, degrees=(1,), prefixes=shared,
+                                         rule=rule_named(name), dtype=dtype)[0])
+               for shared in (None, prefixes)]
+    assert answers[0] == answers[1]
+
+
+PLANNED: list[tuple[str, dict[str, Any]]] = [
+    ("rra", {"encode_batch": 5, "decode_iterations": 4}),
+    ("rra", {"encode_batch": 6, "decode_iterations": 4, "encode_chunk": 50}),
+    ("orca", {"max_active": 7}), ("vllm", {"max_active": 9, "token_budget": 300}),
+    ("sarathi", {"max_active": 9, "token_budget": 64})]
+
+
+@pytest.mark.parametrize(("policy", "variables", "stages", "is_tight"), some(
+    [(*planned, stages, is_tight) for planned in PLANNED for stages in (1, 2)
+     for is_tight in (False, True)],
+    lambda case: PLANNED.index(case[:2]) % 2 + 1 == case[2] or case[0] == "sarathi"))
+def test_a_run_and_its_replay_take_the_same_steps(made, policy, variables, stages, is_tight):
+    (directory, model), (queries, prefixes) = made("llama"), nested(128, 24, seed=3)
+    expected = generated(model, queries)
+    outputs = [len(expected[query.index]) for query in queries]
+    problem = problem_for(directory, queries, outputs, stages)
+    estimate = estimated(policy, problem, **variables)
+    groups = estimate.deployment.num_groups
+    estimate = estimate.changed(kv_tokens=176 + 32 * groups if is_tight else 8000)
+    rule = Watched(rules_for(estimate)[0])
+    sink, executors = run_in_process(directory, queries, stages=estimate.deployment.stages,
+                                     rule=rule, prefixes=prefixes)
+    assert answers_of(sink) == expected
+    result = replayed(problem, estimate, queries, outputs, prefixes)
+    assert [step.chunks for step in result.pools[0].steps] == [step.chunks for step in rule.steps]
+    steps = whole_steps(result.pools[0])
+    assert all(steps_of(executor.log) == steps for executor in executors)
+    assert (result.preemptions > 0) == any(step.evicted for step in rule.steps)
