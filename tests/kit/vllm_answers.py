@@ -3,10 +3,13 @@ imported once for all that is asked, each a line of JSON on its input:
 
     {model, dtype, inputs, count}   one engine core of ours answers `inputs` (lists of tokens)
                                     greedily, `count` tokens each, all at once
+    {model, passes}                 one engine core shares prefixes over these passes, each with
+                                    requests to `add` ([name, tokens, start]) and to `end`,
+                                    prefixes to `release`, and tokens that each request is to `want`
     {run}                           a run of our worker: the path of its run.json
 
-Each is answered by a line that begins with ANSWER: `tokens` and `logprobs` of each input, {} of a
-run, or `error` in words."""
+Each is answered by a line that begins with ANSWER: `tokens` and `logprobs` of each input, `tokens`
+by request of each pass, {} of a run, or `error` in words."""
 
 import gc
 import json
@@ -29,7 +32,8 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            answer = _run(Path(asked["run"])) if "run" in asked else _answers(asked)
+            answer = (_run(Path(asked["run"])) if "run" in asked else
+                      _passes(asked) if "passes" in asked else _answers(asked))
         except XgptError as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()  # the engine core, with its model and its cache
@@ -41,6 +45,28 @@ def _run(plan: Path) -> dict[str, Any]:
 
     code = worker.main([str(plan)])
     return {"error": f"exit code {code}"} if code else {}
+
+
+def _passes(asked: dict[str, Any]) -> dict[str, Any]:
+    from xrunner.backends.vllm.core import CoreSettings, EngineCore
+    from xrunner.checkpoint.source import read_spec
+    from xrunner.query import Sampling
+    from xrunner.rules.steps import Start
+
+    model = Path(asked["model"])
+    spec = read_spec(model, str(model))
+    core = EngineCore(CoreSettings(
+        model_dir=model, dtype="float32", threads=1, max_queries=2, max_tokens=128, kv_tokens=256,
+        kv_token_bytes=4 * spec.kv_elements_per_token_layer * spec.num_layers, has_prefixes=True,
+        arguments={"block_size": 32}))
+    given = []
+    for one in asked["passes"]:
+        core.end(one.get("end", []))
+        core.release(one.get("release", []))
+        for name, tokens, start in one.get("add", []):
+            core.add(name, tokens, Sampling(), start=Start(*start))
+        given.append({name: token.value for name, token in core.step(one["want"]).items()})
+    return {"tokens": given}
 
 
 def _answers(asked: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,11 @@ one."""
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 from holding import rule_of
 from replays import answers_of
@@ -14,6 +16,7 @@ from toy_runs import Collector
 from toys import VOCAB, random_queries
 
 from xgpt.core.errors import InputError, XgptError
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem
 from xgpt.job.job_file import load_job
 from xgpt.job.resolve import resolve
@@ -26,7 +29,8 @@ from xrunner.engine.head import Head
 from xrunner.engine.pipeline import SINGLE_RANK, Neighbours
 from xrunner.engine.pool_requests import Vocabulary
 from xrunner.query import PreparedQuery, Sampling
-from xrunner.rules.steps import BatchingRule, Step
+from xrunner.rules.prefixes import set_prefixes
+from xrunner.rules.steps import BatchingRule, Start, Step
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -39,12 +43,39 @@ class CountingCore:
     def __init__(self, max_pass: int, longest: int = 10_000) -> None:
         self.max_pass, self._longest = max_pass, longest
         self._requests: dict[str, tuple[list[int], int]] = {}  # tokens, and how many are computed
-        self.largest, self.most_requests = 0, 0
+        self._writers: dict[int, tuple[str, int]] = {}  # of prefixes: request, and prefix's end
+        self._kept: dict[int, list[int]] = {}  # tokens of each prefix that is encoded
+        self._starts: dict[str, Start] = {}
+        self.largest, self.most_requests, self.shared = 0, 0, 0
 
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling,
-            generated: int = 0) -> None:
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling, generated: int = 0,
+            start: Start | None = None) -> None:
         assert name not in self._requests and generated < len(tokens)
         self._requests[name] = list(tokens), 0
+        if start is not None:
+            self._writers |= {node: (name, end) for node, end in start.writes}
+            self._starts[name] = start
+
+    def release(self, nodes: Sequence[int]) -> None:
+        for node in nodes:
+            assert node in self._writers or node in self._kept
+            self._writers.pop(node, None)
+            self._kept.pop(node, None)
+
+    def _begin(self, name: str) -> int:
+        """Tokens that are there when the request is first computed."""
+        start = self._starts.pop(name, None)
+        if start is None or not start.first:
+            return 0
+        known = self._kept.get(start.node)
+        if known is None:
+            writer, end = self._writers[start.node]
+            tokens, computed = self._requests[writer]
+            known = tokens[:min(end, computed)]
+        assert len(known) >= start.first
+        assert known[:start.first] == self._requests[name][0][:start.first]
+        self.shared += start.first
+        return start.first
 
     def end(self, names: Sequence[str]) -> None:
         for name in names:
@@ -63,11 +94,17 @@ class CountingCore:
         given = {}
         for name, more in tokens.items():
             known, computed = self._requests[name]
+            computed = computed or self._begin(name)
             assert 0 < more <= len(known) - computed, f"{name = } {more = }"
             self._requests[name] = known, computed + more
             if computed + more == len(known):
                 known.append(next_token(known))
                 given[name] = Token(known[-1], is_end=len(known) >= self._longest)
+        for node, (name, end) in list(self._writers.items()):
+            known, computed = self._requests[name]
+            if computed >= end:
+                self._kept[node] = known[:end]
+                del self._writers[node]
         for name, token in given.items():
             if token.is_end:
                 del self._requests[name]
@@ -137,6 +174,25 @@ def test_every_rule_gets_every_querys_own_tokens(name, max_pass):
         assert executor.passes == len(executor.log)
     else:
         assert executor.passes > len(executor.log) or "sarathi" in name or name == "orca"
+
+
+SHARED = [tuple((step * i) % 90 + 6 for i in range(40)) for step in (3, 5, 7)]
+SHARES = ("rra", "rra, three groups", "rra in chunks", "orca", "vllm, short of memory", "sarathi",
+          "sarathi, short of memory")
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("max_pass", [10_000, 16])
+def test_prefixes_are_encoded_once_and_every_answer_stays(name, max_pass):
+    queries = [replace(query, input_ids=SHARED[query.index % 3][:32] + query.input_ids)
+               for query in random_queries(40)]
+    nodes = np.array([query.index % 3 for query in queries])
+    core, rule = CountingCore(max_pass), RULES[name]()
+    set_prefixes(rule, Prefixes(parents=np.full(3, -1), ends=np.full(3, 32), nodes=nodes,
+                                block_tokens=16, is_whole=True))
+    sink, _ = run(rule, queries, core)
+    assert answers_of(sink) == {q.index: expected(q) for q in queries}
+    assert core.shared >= 32 * (len(queries) - 3) * (1 if "short" not in name else 0.5)
 
 
 def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on():

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.backends.vllm.row import LORA, QUIET, engine_arguments
+from xrunner.backends.vllm.row import LORA, QUIET, block_tokens, engine_arguments
 from xrunner.query import Sampling, TokenLikelihood
+from xrunner.rules.steps import Start
 
 _LOOK_S = 0.001  # chosen: seconds between polls for a compiled grammar
 
@@ -120,7 +121,8 @@ class CoreSettings:
     `tp_degree`: processes that divide each layer, of `threads` each. `max_tokens`: positions of the
     longest request. `kv_tokens`: KV tokens of all requests together, of `kv_token_bytes` each over
     all processes. `most_tokens`: tokens of one pass. `is_random`: random weights. `arguments`:
-    run.engine_args, which override ours. `needs_tokenizer`: some outputs follow a grammar."""
+    run.engine_args, which override ours. `needs_tokenizer`: some outputs follow a grammar.
+    `has_prefixes`: requests share blocks."""
 
     model_dir: Path
     dtype: str
@@ -134,13 +136,13 @@ class CoreSettings:
     is_random: bool = False
     most_tokens: int = MOST_TOKENS
     needs_tokenizer: bool = False
+    has_prefixes: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens in a KV block: vLLM's defaults for CPUs and GPUs."""
-        return int(self.arguments.get("block_size") or (
-            128 if self.device_kind == "cpu" else 16))
+        """Number of tokens in a KV block."""
+        return block_tokens(self.arguments, self.device_kind)
 
     @property
     def num_blocks(self) -> int:
@@ -212,9 +214,11 @@ class EngineCore:
             raise XgptError(f"vLLM does not start: {cause}") from cause
         self.max_tokens = config.model_config.max_model_len
 
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling, generated: int = 0) -> None:
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling, generated: int = 0,
+            start: Start | None = None) -> None:
         """Adds a waiting request, which ends only by `end`. `generated`: how many of the last
-        tokens are its own output, from before an eviction."""
+        tokens are its own output, from before an eviction. `start`: the prefix that it begins
+        with, and those that it writes."""
         request, _ = self._core.preprocess_add_request(self._request(
             request_id=name, prompt_token_ids=list(tokens), mm_features=None,
             sampling_params=parameters_of(sampling, len(tokens), self._core.vllm_config,
@@ -227,6 +231,8 @@ class EngineCore:
         if generated and form is not None:
             form.grammar.accept_tokens(name, list(tokens)[-generated:])
         self._core.add_request(request)
+        if start is not None:
+            self._core.scheduler.share(name, start)
 
     def end(self, names: Sequence[str]) -> None:
         """Removes requests that are done or evicted, and frees their blocks."""
@@ -234,6 +240,11 @@ class EngineCore:
             self._tops.pop(name, None)  # a request that ended by itself is gone already
         if names:
             self._core.abort_requests(list(names))
+
+    def release(self, nodes: Sequence[int]) -> None:
+        """Gives up shared prefixes. Their blocks are free once no request has them."""
+        if nodes:
+            self._core.scheduler.release(nodes)
 
     def step(self, tokens: Mapping[str, int]) -> dict[str, Token]:
         """Executes one pass over so many tokens of each request. Returns the next token of each
@@ -266,7 +277,9 @@ class EngineCore:
                 "skip_tokenizer_init": not settings.needs_tokenizer, "trust_remote_code": False,
                 "max_model_len": settings.max_tokens, "max_num_seqs": settings.max_queries,
                 "max_num_batched_tokens": max(settings.most_tokens, settings.max_queries),
-                "enable_prefix_caching": False, "num_gpu_blocks_override": settings.num_blocks,
+                "enable_prefix_caching": settings.has_prefixes,
+                "prefix_caching_hash_algo": "sha256",
+                "num_gpu_blocks_override": settings.num_blocks,
                 "load_format": "dummy" if settings.is_random else "auto",
                 "enforce_eager": settings.device_kind == "cpu", "disable_log_stats": True,
                 "tensor_parallel_size": settings.tp_degree,

@@ -40,6 +40,11 @@ def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, **given}
 
 
+def block_tokens(arguments: Mapping[str, Any], device_kind: str) -> int:
+    """Number of tokens in a KV block: the job's, or vLLM's defaults for CPUs and GPUs."""
+    return int(arguments.get("block_size") or (128 if device_kind == "cpu" else 16))
+
+
 def rank_of(folder: Path) -> int:
     """Rank of an adapter. Raises ValueError with what is wrong in its folder."""
     path = folder / ADAPTER_CONFIG
@@ -153,7 +158,7 @@ _OURS = {
     "num_gpu_blocks_override": "the schedule", "scheduler_cls": "the schedule's own rule",
     "async_scheduling": "off: the rule decides step by step", "load_format": "`run.weights`",
     "data_parallel_size": "`schedule.replicas`", "skip_tokenizer_init": "xgpt's own tokenizer",
-    "enable_prefix_caching": "off: requests are planned, and counted, without",
+    "enable_prefix_caching": "`schedule.prefixes`",
     "tensor_parallel_size": "`run.ranks`", "pipeline_parallel_size": "1 so far",
     "speculative_config": "none: a step gives a request one token",
     "kv_transfer_config": "none: one instance", "worker_cls": "vLLM's own",

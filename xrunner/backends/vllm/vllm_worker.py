@@ -245,6 +245,7 @@ class VllmExecutor(DecoderOnly):
             self._heartbeat.begin(message)
         start_s, slots = self._clock(), self._groups[message.group]
         self._leave(slots, message.removed)
+        self._core.release(message.released)
         decoding = self._decoding(message, slots)
         joined = self._join(message, slots)
         decoded = [(slots.seats[slot], 1) for slot in decoding]
@@ -296,8 +297,8 @@ class VllmExecutor(DecoderOnly):
         for new in message.joined:
             names.append(f"{new.query}.{next(self._numbers)}")
             tokens, generated = self._tokens_of(new.query, new.input_tokens)
-            self._core.add(names[-1], tokens, new.sampling, generated)
-            self._held[names[-1]] = 0
+            self._core.add(names[-1], tokens, new.sampling, generated, new.start)
+            self._held[names[-1]] = new.start.first if new.start else 0
         slots.fill(names, message.replaced)
         return names
 
