@@ -106,7 +106,7 @@ def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
     total, is_known = len(lengths.inputs), lengths.outputs is not None or problem.observes
     own = evenly_spread(problem, lengths, min(total, MOST_ORDERED if is_known else MOST_SAMPLED))
     prefixes = lengths.prefixes if schedule.estimate.shares_prefixes else None
-    replayer = replayer_of(problem, timing, schedule.estimate, has_steps=False)
+    replayer = replayer_of(problem, timing, schedule.estimate, has_steps=prefixes is not None)
     constraint, places = problem.constraint, np.arange(len(own.inputs))
     first = best = _trial(replayer, own, places, total, longer)
     if not np.isfinite(first.makespans_s).all():

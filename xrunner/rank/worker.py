@@ -184,9 +184,10 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
     rows = np.array(places, np.int64)
     tokens = expected_tokens(spool.input_tokens[rows], spool.most_outputs[rows],
                              plan.mean_output_tokens, is_forced[rows])
+    prefixes = spool.prefixes if schedule.estimate.shares_prefixes else None
     router = Router(tokens, windows=[window_of(replica.estimate) for replica in replicas],
                     speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
-                    routing=plan.routing)
+                    routing=plan.routing, prefixes=None if prefixes is None else prefixes[rows])
     return ToReplicas(comm, sink, router, queries, places, replicas)
 
 
