@@ -64,3 +64,32 @@ class Prefixes:
             found.append(node)
             node = int(self.parents[node])
         return found[::-1]
+
+
+def in_blocks(prefixes: Prefixes, block_tokens: int, *, is_whole: bool = False) -> Prefixes | None:
+    """The forest in KV blocks of `block_tokens`. `is_whole`: only whole blocks are shared, and the
+    rest of a node's last block belongs to those below it; None where no block is whole."""
+    if not is_whole:
+        return replace(prefixes, block_tokens=block_tokens)
+    ends = prefixes.ends // block_tokens * block_tokens
+    kept, to = list[tuple[int, int]](), [-1]  # `to`: by old node + 1
+    for parent, end in zip(prefixes.parents.tolist(), ends.tolist(), strict=True):
+        above = to[parent + 1]
+        if end > (kept[above][1] if above >= 0 else 0):
+            to.append(len(kept))
+            kept.append((above, end))
+        else:
+            to.append(above)
+    if not kept:
+        return None
+    parents, ends = np.array(kept, np.int64).T
+    return Prefixes(parents=parents, ends=ends, nodes=np.array(to)[prefixes.nodes + 1],
+                    block_tokens=block_tokens, is_whole=True)
+
+
+def dealt_prefixes(ends: IntArray, inputs: IntArray, seed: int) -> Prefixes:
+    """Prefixes of `ends` tokens each, [groups], to which requests are dealt at random. `inputs`:
+    tokens of each request, [requests]; one that is no longer than its prefix has none."""
+    nodes = np.random.default_rng((seed, 2)).integers(len(ends), size=len(inputs))
+    return Prefixes(parents=np.full(len(ends), -1), ends=ends,
+                    nodes=np.where(inputs > ends[nodes], nodes, -1))

@@ -30,8 +30,9 @@ _SHAPE = ("family", "num_encoder_layers", *_COUNTS)
 class Problem:
     """A planning problem. `num_queries` None: the job names no requests (steady state).
 
-    `queries`: lengths of the job's requests, if tokenised. None for synthetic requests
-    (`is_synthetic`: with exactly the lengths drawn with `seed`) and for texts not yet counted.
+    `queries`: lengths of the job's requests, if tokenised, or of made ones that share prefixes.
+    None for other synthetic requests (`is_synthetic`: with exactly the lengths drawn with `seed`)
+    and for texts not yet counted.
     `observes`: output lengths are caps until a run has measured them. `is_revised`: a run may
     change its schedule after what it measures. `learned`: lengths of requests that earlier runs of
     the job finished; None: there are none, or no forecast is made from them."""

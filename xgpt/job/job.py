@@ -151,6 +151,15 @@ class LengthSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSpec:
+    """Prefixes that synthetic requests share: `groups` of them, whose lengths are `tokens`. They
+    are a part of the inputs."""
+
+    groups: int
+    tokens: LengthSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
     """The requests of a job, from files or `count` synthetic ones, and their lengths."""
 
@@ -166,6 +175,7 @@ class WorkloadSpec:
     score: bool = False  # whether continuations are scored instead of generated
     # embed texts by their last hidden states, of the "last" token or their "mean"; None: generate
     embed: str | None = None
+    shared: SharedSpec | None = None
 
     @property
     def only_encodes(self) -> bool:

@@ -34,7 +34,7 @@ from xgpt.job.plan_sections import (
     constraint_of,
     without_limit,
 )
-from xgpt.job.schedule_section import AUTO, schedule_of, section_kind
+from xgpt.job.schedule_section import AUTO, check_sharing, schedule_of, section_kind
 from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
 from xgpt.job.workload_section import WorkloadSection, file_of, words_of, workload_of
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, parse_tree, read_tree
@@ -243,6 +243,7 @@ def _planned_engine(own: JobFile, cluster: str | Cluster, reading: typed.Reading
 def _check(job: Job, reading: typed.Reading) -> None:
     """Records sections that contradict each other."""
     check_run(job.run, reading)
+    check_sharing(job, reading)
     if job.slurm is not None:
         check_slurm(job.slurm, reading)
     if job.constraint.objective != "throughput" and (job.slurm is not None or job.run.hosts):

@@ -36,6 +36,7 @@ from xgpt.requests.request import Requests
 
 # Cap on the output if neither the request, the job nor a distribution of outputs has one.
 DEFAULT_MAX_TOKENS = 512  # chosen
+_RARE = 1e-6  # chosen
 _OBSERVE_NOTE = "every answer planned at its cap, until lengths are observed"
 
 
@@ -94,7 +95,7 @@ def _can_run(job: Job, input_lengths: IntArray, forced: IntArray,
 def _inputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     spec = job.workload.input_tokens
     if spec.kind != "from_requests":
-        return _marginal(spec, is_input=True)
+        return without_requests(spec, is_input=True)
     requests = _needed(requests)
     lengths = _input_lengths(job, requests)
     lengths = lengths[_can_run(job, lengths, requests.forced, model)]
@@ -111,14 +112,19 @@ def _outputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     if spec.kind == "observe":
         caps = _caps(job, _needed(requests))
         if model.max_positions is not None:
-            longest = _marginal(job.workload.input_tokens, is_input=True).max
+            longest = without_requests(job.workload.input_tokens, is_input=True).max
             room = int(output_room(model, longest))
             caps = np.minimum(caps, max(room, 1))
         return empirical(caps, note=_OBSERVE_NOTE)
-    return _marginal(spec, is_input=False)
+    return without_requests(spec, is_input=False)
 
 
-def _marginal(spec: LengthSpec, *, is_input: bool) -> Lengths:
+def likely_range(lengths: Lengths) -> tuple[int, int]:
+    """(shortest, longest) of the lengths; rarer ones than one in a million do not count."""
+    return lengths.quantile(_RARE), lengths.quantile(1 - _RARE)
+
+
+def without_requests(spec: LengthSpec, *, is_input: bool = True) -> Lengths:
     """Lengths of inputs or outputs by a spec that needs no requests."""
     if spec.kind == "normal":
         assert spec.mean is not None and spec.std is not None and spec.maximum is not None

@@ -15,21 +15,24 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint, deadline_bound
-from xgpt.core.controls import CAP, COLUMN, KNOWN
+from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, JointLengths, synthetic_lengths
 from xgpt.core.model import ModelSpec
+from xgpt.core.prefixes import dealt_prefixes
 from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
 from xgpt.core.system.machine import MAX_DEFAULT_WORKERS, Layout, gpus_here, layouts, usable_cores
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.job.job_lengths import earlier_lengths, resolve_lengths
+from xgpt.job.job_lengths import earlier_lengths, resolve_lengths, without_requests
 from xgpt.job.plan_sections import without_limit
 from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.request import Requests
+
+_SAMPLED = 4096  # chosen: requests of a job that has no number of them
 
 
 def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | None = None,
@@ -59,6 +62,10 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
     # for a request without a cap of its own: the job's, else the longest planned for
     most_outputs = job.workload.max_tokens or lengths.outputs.max
     dtype = resolve_dtype(job.run.dtype, cluster.device)
+    queries = query_lengths(requests, most_outputs, shape, deadlines_s) if (
+        requests is not None) else dealt_queries(job, lengths)
+    if queries is not None:  # no rank shares any yet
+        queries = replace(queries, prefixes=None)
     return Problem(
         model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
         fixed=job.schedule, dtype=dtype,
@@ -66,8 +73,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
         num_queries=job.workload.count if requests is None else len(requests),
         default_max_tokens=most_outputs, adjustment=job.adjustment,
-        queries=query_lengths(requests, most_outputs, shape, deadlines_s),
-        is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
+        queries=queries, seed=job.run.seed,
+        is_synthetic=queries is None and requests is None and job.workload.count is not None,
         observes=job.workload.output_tokens.kind == "observe",
         is_revised=job.run.reschedule is not None,
         learned=earlier_lengths(job.output) if (
@@ -77,6 +84,18 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         has_head=job.workload.embed is None,
         input_error=requests.input_error if requests is not None and (
             job.workload.input_tokens.kind == "from_requests") else 0.0)
+
+
+def dealt_queries(job: Job, lengths: JointLengths) -> QueryLengths | None:
+    """Requests of a job without a file that share prefixes, dealt to them at random; None if they
+    share none. A job without a count has a sample."""
+    shared, seed = job.workload.shared, job.run.seed
+    if shared is None:
+        return None
+    inputs, outputs = synthetic_lengths(lengths, job.workload.count or _SAMPLED, seed)
+    ends = without_requests(shared.tokens).sample(shared.groups, np.random.default_rng((seed, 4)))
+    return QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs,
+                        prefixes=dealt_prefixes(ends, inputs, seed))
 
 
 def _without_reserve(cluster: Cluster, job: Job) -> Cluster:
@@ -137,6 +156,9 @@ def _wrong_forecast(job: Job, model: ModelSpec, requests: Requests | None) -> It
     if model.is_encoder_decoder and job.adjustment.batches and asked.may_be_outgrown:
         yield mistake("forecast", asked.kind, f"{CAP} or {KNOWN}, with batches of an "
                       "encoder-decoder model: a request is not encoded again with its output")
+    if model.is_encoder_decoder and job.adjustment.order in SHARING_ORDERS:
+        yield mistake("order", job.adjustment.order, "another for an encoder-decoder model: no "
+                      "prefix is shared there")
     if asked.is_given and requests is None:
         yield mistake("forecast", asked.kind, "another kind without a file of requests")
     is_due = job.adjustment.order == "deadline" and math.isinf(job.constraint.limit_s("deadline"))

@@ -19,6 +19,7 @@ from xgpt.core.controls import (
     LEAST_TOKENS,
     ORDERS,
     ROUTINGS,
+    SHARING_ORDERS,
     Adjustment,
     Admission,
     AdmissionRule,
@@ -26,7 +27,7 @@ from xgpt.core.controls import (
     Forecasting,
     ForecastValue,
 )
-from xgpt.core.engines import OWN_ENGINE, rows_of_others
+from xgpt.core.engines import OWN_ENGINE, SHARING_ENGINES, rows_of_others
 from xgpt.core.errors import nearest
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.policies import (
@@ -40,6 +41,7 @@ from xgpt.core.policies import (
 from xgpt.core.systems import STATIC
 from xgpt.core.units import parse_count, parse_share
 from xgpt.job import batches_section
+from xgpt.job.job import Job
 from xgpt.job.typed import (
     CONFIG,
     Flag,
@@ -58,10 +60,10 @@ from xgpt.job.typed import (
 # Limits of control variables: no device holds more, and each micro-batch is a step of its own in
 # every estimate.
 MOST, MOST_PARTS = 1_000_000, 4096  # chosen
-AUTO = "auto"
+AUTO, OFF = "auto", "off"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
 _OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "order", "window", "admission",
-                  "forecast", "batches", "system"}
+                  "forecast", "batches", "system", "prefixes"}
 WHOLE_JOB = "job"
 _RULES = (AUTO, *ADMISSION_RULES)
 
@@ -133,6 +135,8 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("forecast", Annotated[Any, OrMapping(
             _Forecast, choice(_forecast_kinds), lambda: f"{', '.join(_forecast_kinds())}, or a "
             "mapping")], CAP),
+        ("prefixes", Annotated[str, that(
+            lambda value: value in (AUTO, OFF), f"{AUTO} or {OFF}", enum=[AUTO, OFF])], AUTO),
         *batches_section.FIELDS,
     ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
 
@@ -181,7 +185,7 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
     admission = _admission_of(own, reading)
     return _with_evicting(reading, schedule, rows, admission), Adjustment(
         share=own.adjustment, steers=own.steer, routing=own.routing, admission=admission,
-        batches=batches, **_order_of(reading, own))
+        batches=batches, prefixes=own.prefixes, **_order_of(reading, own))
 
 
 def _admission_of(own: Any, reading: Reading) -> Admission:
@@ -233,6 +237,22 @@ def _order_of(reading: Reading, own: Any) -> dict[str, Any]:
             reading.reject(f"schedule.{key}", "left out beside `shuffle`")
     return {"order": "random" if own.shuffle else "input",
             "window": None if isinstance(own.shuffle, bool) else own.shuffle}
+
+
+def check_sharing(job: Job, reading: Reading) -> None:
+    """Records what keeps an order by shared prefixes from sharing any."""
+    order, rows = job.adjustment.order, able_policies(job.schedule)
+    if order not in SHARING_ORDERS:
+        return
+    for is_so, what in (
+            (job.adjustment.prefixes == OFF, f"schedule.prefixes: {OFF}"),
+            (rows and not any(row.shares_prefixes for row in rows),
+             " or ".join(row.name for row in rows)),
+            (job.run.engine not in SHARING_ENGINES, f"run.engine: {job.run.engine}"),
+            (job.run.kv_layout == "rows", "run.kv_layout: rows")):
+        if is_so:
+            reading.reject("schedule.order", f"another than {order} with {what}: no prefix is "
+                           "shared there")
 
 
 def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+from pydantic import Field as Described
+
 from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
@@ -17,12 +19,14 @@ from xgpt.job.answer_forms import (
     json_schema_of,
     most_tokens_of,
 )
-from xgpt.job.job import LengthSpec, WorkloadSpec
+from xgpt.job.job import LengthSpec, SharedSpec, WorkloadSpec
+from xgpt.job.job_lengths import likely_range, without_requests
 from xgpt.job.sections import AnyRequests, absolute, is_file, requests_of
 from xgpt.requests.request import Terms
 from xgpt.requests.template import columns_in
 
 POOLINGS = ("last", "mean")  # how the last hidden states of a text become its embedding
+MOST_GROUPS = 1_000_000  # chosen, as of other numbers of requests
 TEMPLATE = "text that names a column in braces, such as 'Summarise: {text}'"
 _LENGTHS = "{mean, std, max}, {file: path}"
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stand-in for one that could not be read
@@ -65,9 +69,18 @@ def _lengths_or(*words: str) -> typed.OrMapping:
         raise ValueError
 
     one = typed.Of(value_of, anyOf=[
-        {"type": "integer", "minimum": 1, "maximum": MAX_LENGTH_TOKENS}, {"enum": [*words]}])
-    return typed.OrMapping(_Lengths, one, f"a number of tokens, {_LENGTHS}, or "
-                           f"{' or '.join(words)}")
+        {"type": "integer", "minimum": 1, "maximum": MAX_LENGTH_TOKENS},
+        *([{"enum": [*words]}] if words else [])])
+    return typed.OrMapping(_Lengths, one, ", or ".join(
+        [f"a number of tokens, {_LENGTHS}", *([" or ".join(words)] if words else [])]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """Keys of `workload.shared`: prefixes that requests without a file share."""
+
+    groups: Annotated[int, typed.whole(1, MOST_GROUPS)]
+    tokens: Annotated[Any, _lengths_or()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +106,8 @@ class WorkloadSection:
     chat_template_kwargs: Annotated[Mapping[str, Any], typed.any_keys(
         "a mapping of what the model's chat template reads, such as {enable_thinking: false}")] = (
             field(default_factory=dict))
+    shared: Annotated[_Shared, Described(
+        description="a mapping, for example {groups: 50, tokens: 1200}")] | None = None
     score: typed.Flag = False
     embed: Annotated[str | None, typed.choice(POOLINGS)] = None
 
@@ -131,7 +146,26 @@ def workload_of(own: WorkloadSection, engine: str, reading: typed.Reading) -> Wo
         requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
         max_tokens=own.max_tokens or most_tokens_of(own.choices), choices=own.choices,
         chat=not only_encodes if own.chat is None else own.chat, score=own.score,
-        embed=own.embed, chat_template_kwargs=own.chat_template_kwargs)
+        embed=own.embed, chat_template_kwargs=own.chat_template_kwargs,
+        shared=_shared(own.shared, inputs, has_file, reading))
+
+
+def _shared(own: _Shared | None, inputs: LengthSpec, has_file: bool,
+            reading: typed.Reading) -> SharedSpec | None:
+    """The prefixes that requests share, checked against their `inputs`."""
+    if own is None or not reading.has("workload.shared.tokens"):
+        return None
+    if has_file:
+        reading.reject("workload.shared", "left out with a file of requests: what they share is "
+                       "found in it")
+        return None
+    tokens = _length(own.tokens, "shared.tokens", False, reading)
+    if not reading.mistakes:
+        (least, _), (_, most) = map(likely_range, map(without_requests, (inputs, tokens)))
+        if most >= least:
+            reading.reject("workload.shared.tokens", f"fewer than an input has (here up to {most}, "
+                           f"and the shortest input has {least})")
+    return SharedSpec(groups=own.groups, tokens=tokens)
 
 
 def _length(own: _Lengths | str | None, side: str, has_file: bool,

@@ -79,23 +79,6 @@ def load_prefixes(path: Path, input_tokens: IntArray) -> Prefixes | None:
                     "command goes on")
 
 
-def in_whole_blocks(prefixes: Prefixes, block_tokens: int) -> Prefixes:
-    """The forest where only whole blocks of `block_tokens` are shared: what a node has of its last
-    block belongs to those below it."""
-    ends = prefixes.ends // block_tokens * block_tokens
-    kept, to = list[tuple[int, int]](), [-1]  # `to`: by old node + 1
-    for parent, end in zip(prefixes.parents.tolist(), ends.tolist(), strict=True):
-        above = to[parent + 1]
-        if end > (kept[above][1] if above >= 0 else 0):
-            to.append(len(kept))
-            kept.append((above, end))
-        else:
-            to.append(above)
-    parents, ends = np.array(kept, np.int64).reshape(-1, 2).T
-    return Prefixes(parents=parents, ends=ends, nodes=np.array(to)[prefixes.nodes + 1],
-                    block_tokens=block_tokens, is_whole=True)
-
-
 def _branchings(common: IntArray) -> list[tuple[int, int, int]]:
     """(first place, last place, tokens in common) of all sets of sorted requests that have more
     tokens in common than with any other; sets before those within them. `common`: tokens that each

@@ -228,13 +228,20 @@ def refuse_misspelt(keys: Iterable[str]) -> None:
             raise BadRecord(f"unknown key {shorten(key)}: did you mean {meant!r}?")
 
 
-def synthetic_requests(lengths: JointLengths, count: int, seed: int,
-                       vocab_size: int) -> Iterator[tuple[IntArray, int]]:
+def synthetic_requests(lengths: JointLengths, count: int, seed: int, vocab_size: int,
+                       prefixes: Prefixes | None = None) -> Iterator[tuple[IntArray, int]]:
     """Yields (random token ids, number of output tokens) of `count` requests, with lengths drawn
-    from `lengths`."""
+    from `lengths`. `prefixes`: what they share, none of which continues another."""
     rng = np.random.default_rng((seed, 1))
-    for inputs, outputs in zip(*synthetic_lengths(lengths, count, seed), strict=True):
-        yield rng.integers(vocab_size, size=int(inputs)), int(outputs)
+    heads = [] if prefixes is None else [
+        np.random.default_rng((seed, 3, node)).integers(vocab_size, size=end)
+        for node, end in enumerate(prefixes.ends.tolist())]
+    for query, (inputs, outputs) in enumerate(zip(
+            *synthetic_lengths(lengths, count, seed), strict=True)):
+        ids = rng.integers(vocab_size, size=int(inputs))
+        if prefixes is not None and (node := prefixes.nodes[query]) >= 0:
+            ids[:len(heads[node])] = heads[node]
+        yield ids, int(outputs)
 
 
 def _body_of(record: Mapping[str, Any], urls: Sequence[str]) -> tuple[Mapping[str, Any], str]:

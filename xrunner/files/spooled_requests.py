@@ -20,6 +20,7 @@ import numpy as np
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
+from xgpt.core.prefixes import Prefixes
 from xgpt.requests.chat import has_form
 from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.formats import Divided
@@ -76,16 +77,15 @@ def read_and_tokenise(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWri
     `spool`: where requests are stored, for a run. `stdin`: bytes of standard input, if that is the
     file. `divided`: see read_requests. `forecast`: of each request, if they bring their own."""
     rows, digests = _RequestColumns(spool, forecast), [hashlib.sha256() for _ in files.paths]
-    bad_lines, are_tokenised = list[RequestError](), True
-    openai_files = set[int]()
+    bad_lines, are_tokenised, openai_files = list[RequestError](), True, set[int]()
     source = read_requests(files, lambda file, raw: digests[file].update(raw),
                            spool.columns if spool is not None else None, stdin, divided)
     while lines := _next_lines(source):
         bad_lines += [line for line in lines if isinstance(line, RequestError)]
         requests = [line for line in lines if isinstance(line, Request)]
         openai_files.update(line.file for line in lines if line.is_openai)
-        tokenised: Sequence[Tokenised | None] | None
-        tokenised = tokeniser.tokenise(requests) if requests else ()
+        tokenised: Sequence[Tokenised | None] | None = tokeniser.tokenise(
+            requests) if requests else ()
         are_tokenised &= tokenised is not None
         if tokenised is None:
             tokenised = [request.tokens for request in requests]
@@ -124,17 +124,18 @@ def _digest(files: RequestFiles, of_each: Sequence[str]) -> str:
 
 
 def make_synthetic(lengths: JointLengths, count: int, seed: int, vocab_size: int,
-         ) -> tuple[Requests, SpoolWriter]:
-    """Makes synthetic requests of random tokens, each with an exact number of output tokens."""
+                   prefixes: Prefixes | None = None) -> tuple[Requests, SpoolWriter]:
+    """Makes requests of random tokens that share `prefixes`, with exact numbers of outputs."""
     spool, digest, sizes = SpoolWriter(), hashlib.sha256(), array("q")
-    for i, (ids, outputs) in enumerate(synthetic_requests(lengths, count, seed, vocab_size)):
+    for i, (ids, outputs) in enumerate(synthetic_requests(
+            lengths, count, seed, vocab_size, prefixes)):
         spool.add(Record(id=str(i), line=i + 1, is_forced=True), ids)
         digest.update(ids.tobytes())
         sizes.extend((len(ids), outputs))
     inputs, forced = np.array(sizes, np.int64).reshape(-1, 2).T
     digest.update(forced.tobytes())
     return Requests(input_tokens=inputs, caps=forced, forced=forced, digest=digest.hexdigest(),
-                    may_stop=np.zeros(count, bool)), spool
+                    may_stop=np.zeros(count, bool), prefixes=prefixes), spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +218,7 @@ class _RequestColumns:
         # 4 bytes each: no file, line or number of tokens is larger (xgpt.requests.request.MAX_INT)
         self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
-        self._deadlines_s = array("d")
-        self._num_targets = 0
+        self._deadlines_s, self._num_targets = array("d"), 0
 
     def add(self, request: Request, ids: Tokenised | None, vocab_size: int | None,
             sample: int = 0) -> None:

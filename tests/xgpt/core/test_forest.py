@@ -7,9 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jobs import job
 from xgpt.core.errors import XgptError
-from xgpt.requests.prefixes import LEAST_TOKENS, encoded_tokens, find_prefixes, in_whole_blocks
+from xgpt.core.lengths import synthetic_lengths
+from xgpt.core.prefixes import in_blocks
+from xgpt.job.resolve import dealt_queries, resolve
+from xgpt.requests.prefixes import LEAST_TOKENS, encoded_tokens, find_prefixes
 from xgpt.requests.spool import Record, Spool, SpoolWriter
+from xrunner.files.spooled_requests import make_synthetic
 
 VOCABULARY = 2**31 - 1  # no two tokens are equal by chance
 
@@ -94,7 +99,7 @@ def test_a_system_prompt_and_documents_are_encoded_once():
 
 def test_whole_blocks_of_the_first_save_less():
     few_shot = prompts_with((1, 1200), 2000, 40)
-    whole = in_whole_blocks(found_in(few_shot), 128)
+    whole = in_blocks(found_in(few_shot), 128, is_whole=True)
     assert round(1 - encoded(few_shot, whole) / 2_480_000, 3) == 0.929
 
 
@@ -181,6 +186,35 @@ def test_prefixes_that_do_not_fit_their_spool_are_refused(tmp_path):
     path.write_bytes(b"\x93NUMPY")
     with pytest.raises(XgptError, match="does not fit"):
         _ = Spool(tmp_path).prefixes
+
+
+# Plans without a file: requests that are made share what the job says.
+
+
+MADE = ("{requests: {count: 300}, input_tokens: {mean: 90, std: 5, max: 120}, output_tokens: 6, "
+        "shared: {groups: 7, tokens: {mean: 40, std: 9, max: 60}}}")
+
+
+def test_made_requests_begin_with_the_prefixes_of_their_groups(tmp_path):
+    own = job(tmp_path, workload=MADE)
+    lengths = resolve(own).lengths
+    planned = dealt_queries(own, lengths)
+    made, writer = make_synthetic(lengths, 300, own.run.seed, VOCABULARY, planned.prefixes)
+    assert made.input_tokens.tolist() == planned.inputs.tolist()
+    found = writer.find_prefixes()
+    assert found.shared.tolist() == planned.prefixes.shared.tolist()
+    assert len(found.ends) == 7 and found.nodes.tolist() != sorted(found.nodes), "shuffled"
+    same = {(a, b) for a, b in zip(found.nodes.tolist(), made.prefixes.nodes.tolist(), strict=True)}
+    assert len(same) == 7, "each group is one"
+    alone, _ = synthetic_lengths(lengths, 300, own.run.seed)
+    assert planned.inputs.tolist() == alone.tolist(), "a part of the same inputs"
+
+
+def test_a_job_without_a_number_of_requests_is_planned_by_a_sample(tmp_path):
+    own = job(tmp_path, workload=MADE.replace("requests: {count: 300}, ", ""))
+    found = dealt_queries(own, resolve(own).lengths)
+    assert {*found.prefixes.nodes.tolist()} == {*range(7)} and len(found.inputs) == 4096
+    assert dealt_queries(job(tmp_path), resolve(own).lengths) is None
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ NO_RUNNER = "no runner under xgpt does"
     ((PROMPTS % ", output_tokens: from_requests",), [7, 9],
      "2 of 2 requests have no forced_tokens"),
     ((PROMPTS % ", max_tokens: 40", GPT2), [2000, 1024], "no prompt has a token and is shorter"),
+    (("model=t5-11b", "schedule.order=prefix"), None, "order = 'prefix': another for an encoder"),
     ((FILES % ("one", "one"),), None, "no column input")])
 def test_what_cannot_be_resolved_is_wrong_input(folder, overrides, lengths, said):
     """The commands' corpus has others."""

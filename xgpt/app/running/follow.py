@@ -167,7 +167,7 @@ def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
         return _Thresholds()
     if (problem.num_queries or 0) <= LEAST_QUERIES and not can_settle(problem):
         return _Thresholds()
-    is_known = problem.queries is None or job.workload.output_tokens.kind == "from_requests"
+    is_known = job.workload.count is not None or job.workload.output_tokens.kind == "from_requests"
     # a policy from elsewhere does not say what may change
     is_timed = engine.tells_steps and (row.is_changeable or row.limits is not None)
     return _Thresholds(lengths=None if is_known else job.run.reschedule,

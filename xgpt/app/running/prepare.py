@@ -17,7 +17,7 @@ from xgpt.core.schedule_file import write_json
 from xgpt.core.system.machine import detect, usable_cores, why_no_torch
 from xgpt.core.system.whole_file import sync_folder, why_no_file, why_no_folder
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.job.resolve import open_weight_dtypes, query_lengths
+from xgpt.job.resolve import dealt_queries, open_weight_dtypes, query_lengths
 from xgpt.launch.launcher import allocation_here, threads_per_rank
 from xgpt.report.table import paragraph
 from xgpt.requests.formats import arrow
@@ -246,8 +246,9 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
     problem = opened.problem
     if opened.requests is None:
         assert problem.num_queries is not None, "a workload has requests or a count"
+        dealt = dealt_queries(opened.job, problem.lengths)
         return make_synthetic(problem.lengths, problem.num_queries, opened.job.run.seed,
-                              problem.model.vocab_size)
+                              problem.model.vocab_size, None if dealt is None else dealt.prefixes)
     assert opened.spool is not None, "a run has its requests at hand"
     return opened.requests, opened.spool
 
