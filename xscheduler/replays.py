@@ -2,20 +2,24 @@
 
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
+from xgpt.core.policies import policy
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import planned_queries
-from xsimulator.replay.prediction import with_limit_length
+from xsimulator.replay.prediction import sample_job, with_limit_length
 from xsimulator.replay.steady_replay import steady_replay
 from xsimulator.replay.steady_state import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
+from xsimulator.sharing import Sharing, repeated, sharing_of
 
 SEED = 20240427
 DRAWN = 4096  # chosen: requests drawn at a time
@@ -63,11 +67,9 @@ class Replays:
     def of(self, estimate: Estimate, queries: int) -> Replayed:
         """The replay of an estimate with `queries` requests, in steady state."""
         problem = self.problem
-        while len(self._drawn[0]) < queries:  # a longer replay begins with the same requests
-            more = problem.lengths.sample(DRAWN, self._rng)
-            self._drawn = (np.concatenate([self._drawn[0], more[0]]),
-                           np.concatenate([self._drawn[1], more[1]]))
-        inputs, outputs = (own[:queries] for own in self._drawn)
+        sharing = sharing_of(problem) if policy(estimate.policy).shares_prefixes else None
+        inputs, outputs, prefixes = self._draw(queries) if sharing is None else (
+            self._consecutive(sharing, queries))
         if problem.constraint.kind == "sequence":
             outputs = with_limit_length(outputs, problem.lengths.outputs.quantile(
                 problem.constraint.quantile))
@@ -75,8 +77,27 @@ class Replays:
             # formed batches of one job have no steady state: its first ones differ from its last
             steady = estimate.changed(batches=None) if estimate.variables.get("batches") else (
                 estimate)
-            figures = steady_replay(problem, self.timing, steady, planned_queries(
-                problem, inputs, outputs), self._clocks)
+            figures = steady_replay(problem, self.timing, steady, replace(planned_queries(
+                problem, inputs, outputs), prefixes=prefixes), self._clocks)
         except XgptError:  # a request that never fits
             figures = None
         return Replayed(estimate, figures, queries)
+
+    def _draw(self, count: int) -> tuple[IntArray, IntArray, Prefixes | None]:
+        """(inputs, outputs, no prefixes) of `count` random requests, each [requests]."""
+        while len(self._drawn[0]) < count:  # a longer replay begins with the same requests
+            more = self.problem.lengths.sample(DRAWN, self._rng)
+            self._drawn = (np.concatenate([self._drawn[0], more[0]]),
+                           np.concatenate([self._drawn[1], more[1]]))
+        return self._drawn[0][:count], self._drawn[1][:count], None
+
+    def _consecutive(self, sharing: Sharing,
+                     count: int) -> tuple[IntArray, IntArray, Prefixes | None]:
+        """(inputs, outputs, prefixes) of `count` requests as they follow one another in the job. A
+        random sample would share less."""
+        rng = np.random.default_rng(SEED)
+        found = repeated(sharing.queries, count, rng)
+        outputs = found.outputs
+        if outputs is None:
+            _, outputs = sample_job(self.problem.lengths, count, rng, found.inputs)
+        return found.inputs, outputs, found.prefixes

@@ -31,6 +31,7 @@ from xsimulator.convex_steps import ROWS
 from xsimulator.demand import Demand
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.pool_bound import PoolBound
+from xsimulator.sharing import sharing_of
 from xsimulator.stage_times import HandoverCost
 from xsimulator.step_bounds import attention_lines
 from xsimulator.two_pool_bound import TwoPoolBound
@@ -45,10 +46,14 @@ class UpperBound:
     def __init__(self, problem: Problem, timing: TimingSource,
                  plans: StagePlans | None = None) -> None:
         self.problem = problem
-        self.demand = Demand(problem)
+        self.demand, sharing = Demand(problem), sharing_of(problem)
+        shared = self.demand if sharing is None else Demand(problem, sharing)
         self._plans = plans or StagePlans(problem, timing)
         lines = cache(lambda layers, degree: attention_lines(layers, degree, self.demand))
         self._pool = cache(lambda plan: PoolBound(plan, problem, self.demand, lines))
+        # two pools share no prefixes
+        self._alone = self._pool if sharing is None else cache(
+            lambda plan: PoolBound(plan, problem, shared, lines))
 
     def of_plan(self, plan: tuple[int, int], kind: Kind, latency_s: float | None = None, *,
                 cutoff_qps: float = 0.0) -> float:
@@ -58,7 +63,7 @@ class UpperBound:
         limit_s = self.problem.constraint.latency_s if latency_s is None else latency_s
         if kind == "one pool":
             try:
-                pool = self._pool(self._plans.both(*plan))
+                pool = self._alone(self._plans.both(*plan))
             except InputError:
                 return cutoff_qps
             return max(pool.alone_qps(limit_s), cutoff_qps)

@@ -8,6 +8,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xsimulator.replay.steady_state import ROUNDING
+from xsimulator.sharing import Sharing
 
 BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # chosen: grid of batch sizes
 
@@ -15,20 +16,25 @@ BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # chosen: grid of batch siz
 class Demand:
     """Mean sizes of a request, and sizes (`watched`) at the latency limit's quantile."""
 
-    def __init__(self, problem: Problem) -> None:
-        lengths, constraint = problem.lengths, problem.constraint
+    def __init__(self, problem: Problem, sharing: Sharing | None = None) -> None:
+        """sharing: the prefixes that are encoded once, and here take no memory; None: none."""
+        whole, constraint = problem.lengths, problem.constraint
+        lengths = whole if sharing is None else sharing.lengths(whole)
         self.lengths, self._fewer = lengths, int(not problem.model.is_encoder_decoder)
-        self.inputs = lengths.inputs.mean  # L
+        self.attended = None if sharing is None else sharing.attended
+        # L: tokens that a request encodes, with its share of the prefixes
+        self.inputs = lengths.inputs.mean + (0.0 if sharing is None else sharing.each)
         self._needed = lengths.outputs.support - self._fewer
         pmf, given = lengths.outputs.pmf, lengths.mean_input_given_output()
         mean = float(pmf @ self._needed)
         self.iterations = max(mean, ROUNDING)  # D; 0 in jobs that decode nothing
         # share of the decode steps by the request's output length
         steps = pmf * self._needed / mean if mean > 0 else pmf
-        inputs = float(steps @ given)
-        # c: tokens of context of a decoded row
-        self.context = inputs + float(steps @ (self._needed + 1)) / 2
-        self.contexts = 2.0, float(lengths.inputs.max + self._needed.max() + 1)
+        inputs, written = float(steps @ given), float(steps @ (self._needed + 1)) / 2
+        # c: tokens of context of a decoded row, and those of them that no other request shares
+        self.context = float(steps @ whole.mean_input_given_output()) + written
+        self.held = inputs + written
+        self.contexts = 2.0, float(whole.inputs.max + self._needed.max() + 1)
         # at least half of the requests above this quantile keep a limit on a share of all
         quantile = constraint.quantile if constraint.kind == "sequence" else (
             2 * constraint.quantile - 1)
@@ -41,7 +47,7 @@ class Demand:
         self.watched_inputs = min(long_inputs, others)
         # rows that a request of that length displaces, since it needs more memory
         most = problem.default_max_tokens
-        self.excess = max((long_inputs + (self.watched + 1) / 2) / self.context,
+        self.excess = max((long_inputs + (self.watched + 1) / 2) / self.held,
                           (long_inputs + most) / (inputs + most)) - 1
         self.excess = max(self.excess, 0.0)
 

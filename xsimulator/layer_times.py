@@ -41,7 +41,8 @@ class LayerTimes:
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
         self._captured_degrees, self._is_least = timing.facts.captured_degrees, False
-        self._mean_attention: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
+        # (weights, kept alive by this; mean attention at TOGETHER) by degree and id of the weights
+        self._mean_attention: dict[tuple[int, int], tuple[FloatArray | None, FloatArray]] = {}
         self._kept = SizeCache()  # many plans' tables ask for the same sizes
 
     @classmethod
@@ -84,13 +85,18 @@ class LayerTimes:
         return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
                                       tp_degree=degree)
 
-    def mean_attention_s(self, queries: ArrayLike, degree: int) -> FloatArray:
-        """Mean seconds of attention of one request in a batch of `queries` requests."""
-        if degree not in self._mean_attention:
-            self._mean_attention[degree] = self._inputs.pmf @ self.encode_attention_s(
-                self._inputs.support[:, None], _TOGETHER, degree)
+    def mean_attention_s(self, queries: ArrayLike, degree: int,
+                         attended: FloatArray | None = None) -> FloatArray:
+        """Mean seconds of attention of one request in a batch of `queries` requests. attended:
+        [tokens] mean number of inputs of each length (None: as distributed); those whose
+        attention is already computed count less than nothing."""
+        key = degree, id(attended)
+        if key not in self._mean_attention:
+            weights = self._inputs.pmf if attended is None else attended
+            self._mean_attention[key] = attended, weights @ self.encode_attention_s(
+                np.arange(1, len(weights) + 1)[:, None], _TOGETHER, degree)
         return np.asarray(np.interp(np.asarray(queries, float), _TOGETHER,
-                                    self._mean_attention[degree]))
+                                    self._mean_attention[key][1]))
 
     def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
         """Seconds of a decoder layer to project encoder output to keys and values."""

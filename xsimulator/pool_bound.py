@@ -83,7 +83,7 @@ class PoolBound:
     @cached_property
     def _rows(self) -> tuple[FloatArray, FloatArray]:
         """([m] least, [m] most) rows of a cycle; empty if no request fits into memory."""
-        most = min(self.room_tokens / self.demand.context, RATIO * ROWS[-1])
+        most = min(self.room_tokens / self.demand.held, RATIO * ROWS[-1])
         low = ROWS[most >= ROWS]
         return low, np.minimum(low * RATIO, most)
 

@@ -16,6 +16,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import active_layer_params
 from xgpt.core.problem import Problem
+from xsimulator.sharing import sharing_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,10 @@ def work_per_request(problem: Problem) -> RequestWork:
         return float(outputs.pmf @ values)
 
     tokens, steps = lengths.inputs.mean, mean(count)
+    pairs = mean(second + first) / 2  # tokens that the rows of an input attend to, causally
+    if sharing := sharing_of(problem):
+        tokens, sizes = sharing.own.mean() + sharing.each, 1.0 + np.arange(len(sharing.attended))
+        pairs = float(sharing.attended @ (sizes * (sizes + 1) / 2))
     own = mean(count * (count + 1) / 2)  # output tokens read over all iterations
     read = mean(count * first) + own
     width = model.num_heads * model.head_dim
@@ -48,9 +53,8 @@ def work_per_request(problem: Problem) -> RequestWork:
         flops += model.num_layers * (2 * (active_layer_params(model) - cross) * steps
                                      + 2 * cross * tokens + 4 * width * read)
     else:
-        causal = mean(second + first) / 2  # tokens that the rows of the input attend to
         flops = heads + model.num_layers * (
-            2 * active_layer_params(model) * (tokens + steps) + 4 * width * (causal + read))
+            2 * active_layer_params(model) * (tokens + steps) + 4 * width * (pairs + read))
     entry = model.num_layers * model.kv_elements_per_token_layer * problem.kv_item_bytes
     return RequestWork(flops=flops, kv_bytes=entry * (tokens + steps + read))
 
@@ -66,6 +70,9 @@ def num_surely_late(problem: Problem) -> int:
         return 0
     model, tokens = problem.model, known.inputs.astype(float)
     layers, params, pairs = model.num_layers, active_layer_params(model), tokens * (tokens + 1) / 2
+    if known.prefixes is not None:  # others may encode these tokens
+        shared = known.prefixes.shared
+        tokens, pairs = tokens - shared, pairs - shared * (shared + 1) / 2
     if model.is_encoder_decoder:
         layers, params, pairs = model.num_encoder_layers, model.encoder_layer_params, tokens**2
     flops = layers * (2 * params * tokens + 4 * model.num_heads * model.head_dim * pairs)

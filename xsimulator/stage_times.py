@@ -56,9 +56,10 @@ class StageTimes:
         self._whole_layers = self.decoder_layers.copy()
         self._whole_layers[-1] -= self._narrowed
 
-    def mean_attention_s(self, queries: ArrayLike) -> PerDegree:
-        """{degree: mean seconds of a layer's encode attention of one of `queries` requests}."""
-        return {d: self.layers.mean_attention_s(queries, d) for d in self.degrees}
+    def mean_attention_s(self, queries: ArrayLike, attended: FloatArray | None = None) -> PerDegree:
+        """{degree: mean seconds of a layer's encode attention of one of `queries` requests}.
+        attended: as of LayerTimes."""
+        return {d: self.layers.mean_attention_s(queries, d, attended) for d in self.degrees}
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike) -> PerDegree:
         """{degree: seconds of a layer's encode attention of one request of each length} in

@@ -144,7 +144,8 @@ class PoolSteps:
     @cached_property
     def _mean_attention_s(self) -> FloatArray:
         """[kinds] seconds of a layer's encode attention of one request, at its cheapest batch."""
-        return np.array([self._layers.mean_attention_s(_BATCHES, degree).min()
+        return np.array([self._layers.mean_attention_s(
+            _BATCHES, degree, self._demand.attended).min()
                          for degree in self._steps.degrees])
 
     @cached_property

@@ -38,13 +38,25 @@ class Prefixes:
         return own
 
     @cached_property
+    def lives(self) -> tuple[IntArray, IntArray]:
+        """Places of the first and of the last request of each prefix, each [nodes]; (requests, -1)
+        without any."""
+        count, rows = len(self.nodes), np.flatnonzero(self.nodes >= 0)
+        begins, stops = np.full(len(self.ends), count), np.full(len(self.ends), -1)
+        np.minimum.at(begins, self.nodes[rows], rows)
+        np.maximum.at(stops, self.nodes[rows], rows)
+        first, last = begins.tolist(), stops.tolist()
+        above = self.parents.tolist()
+        for node in range(len(above) - 1, -1, -1):  # a parent comes before its children
+            if (parent := above[node]) >= 0:
+                first[parent] = min(first[parent], first[node])
+                last[parent] = max(last[parent], last[node])
+        return np.array(first, np.int64), np.array(last, np.int64)
+
+    @property
     def used(self) -> BoolArray:
         """Whether a request begins with the prefix, [nodes]."""
-        used = np.zeros(len(self.ends), bool)
-        used[self.nodes[self.nodes >= 0]] = True
-        for node in np.flatnonzero(self.parents >= 0)[::-1].tolist():
-            used[self.parents[node]] |= used[node]
-        return used
+        return np.asarray(self.lives[1] >= 0)
 
     @cached_property
     def shared(self) -> IntArray:

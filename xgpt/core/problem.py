@@ -133,6 +133,16 @@ class QueryLengths:
         return self.most_outputs if self.outputs is None else self.outputs
 
     @property
+    def encoded(self) -> IntArray:
+        """Input tokens that each request encodes, [requests], if the first request of a prefix, in
+        this order, encodes it for all."""
+        if self.prefixes is None:
+            return self.inputs
+        count = len(self.inputs)
+        written = np.bincount(self.prefixes.lives[0], self.prefixes.own_tokens, count + 1)[:count]
+        return np.asarray(self.inputs - self.prefixes.shared + written.astype(np.int64))
+
+    @property
     def reserves(self) -> IntArray:
         """Tokens of KV cache that each request may need, [requests]."""
         total: IntArray = self.inputs + self.most_outputs

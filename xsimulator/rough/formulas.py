@@ -39,6 +39,6 @@ class Formulas:
         row = policy(name)
         make: Any = row.load("formula")
         rule = row.admissions(admission or self.problem.adjustment.admission)[0]
-        found: Formula = make(name, self.problem, self._timing, self._plans,
-                              self._workload.by(rule))
+        work = self._workload.by(rule, shares=row.shares_prefixes)
+        found: Formula = make(name, self.problem, self._timing, self._plans, work)
         return found

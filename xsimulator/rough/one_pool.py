@@ -38,6 +38,7 @@ from xsimulator.rough.workload import Workload
 DEFAULT_TOKEN_BUDGET = 2048  # tokens of a step: vLLM's default
 PHASES = (1, 2, 3, 4, 6)  # chosen: numbers of phases of the request that the limit is for
 PAGED_FULL = 0.95  # chosen: mean share of the blocks in use
+MOST_FOREST = 0.5  # chosen: most of the KV cache for shared prefixes that wait for requests
 
 
 class TimedPool(NamedTuple):
@@ -136,7 +137,7 @@ class Rra(OnePool):
             iterations = sorted({*iterations, *(-(-max(work.watched, 1) // count)
                                                 for count in PHASES)})
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.5)
-        mean = work.inputs.mean
+        mean = self.problem.lengths.inputs.mean
         chunks = {0, *(max(round(mean * share), 1) for share in (0.06, 0.25, 1.0, 3.0))}
         if self.problem.model.is_encoder_decoder:
             chunks = {0}
@@ -226,6 +227,9 @@ class Rra(OnePool):
     def _finish(self, pool: TimedPool, points: FloatArray,
                 found: dict[str, FloatArray]) -> RoughFigures:
         rows, heads = self._step_sizes(pool, points)
+        if forest := self._workload.forest:  # as many prefixes as fit beside the requests
+            room = pool.memory.most_tokens(self._capacity, rows, heads) - found["kv_tokens"]
+            found["kv_tokens"] += np.floor(np.clip(room, 0.0, forest))
         is_decoded = self.problem.model.is_encoder_decoder  # the first token
         return RoughFigures.from_columns(
             ttft_s=found["encode_s"] + (found["iteration_s"] if is_decoded else 0.0),
@@ -247,7 +251,7 @@ class Rra(OnePool):
         each = np.ceil(batch / np.minimum(groups, batch))
         means = np.array([self._workload.phase(int(own)).mean_phases for own in iterations])
         decoded = batch / groups * means
-        rows = np.maximum(memory.largest_rows(self._workload.inputs, each), decoded)
+        rows = np.maximum(self._workload.largest_rows(each), decoded)
         heads = np.maximum(each, decoded)
         is_chunked, chunk = points[:, 3] > 0, points[:, 3]
         decoded = batch / iterations * self._workload.iterations / groups
@@ -264,7 +268,7 @@ class Rra(OnePool):
         batch, iterations, _, chunk = map(int, point)
         share = adjustment_share(self.problem.adjustment)
         steers = share > 0 and self.problem.adjustment.steers is not False
-        even = EvenBatches(adjustment=share, mean_input_tokens=self._workload.inputs.mean,
+        even = EvenBatches(adjustment=share, mean_input_tokens=self._workload.own_input,
                            target_active=steers * max(found["present"] - batch, 0.0))
         return (RraControls(encode_batch=batch, decode_iterations=iterations, encode_chunk=chunk,
                             decode_micro_batches=groups, even=even,
@@ -281,10 +285,9 @@ class Continuous(OnePool):
         active = grid_of(most, fixed.value_of("max_active"), 1.25)
         if self.policy == "orca":
             return cross_product(active)
-        longest = work.inputs.max
         budgets = grid_of(16384, None, 2.0, least=16)
         if self.policy == "vllm":
-            budgets = sorted({max(own, longest) for own in budgets})
+            budgets = sorted({max(own, work.longest_input) for own in budgets})
         given = fixed.value_of("token_budget")
         return cross_product(active, budgets if given is None else [given])
 
@@ -300,11 +303,13 @@ class Continuous(OnePool):
         room = np.floor(room / BLOCK_TOKENS)
         blocks = math.ceil(work.longest / BLOCK_TOKENS)
         wanted = np.ceil(np.ceil(active / groups) * (blocks + 1) / (1 - WATERMARK))
-        tokens = np.clip(wanted, blocks, np.maximum(room, blocks)) * BLOCK_TOKENS
+        forest = np.ceil(work.forest / groups / BLOCK_TOKENS)
+        tokens = np.clip(wanted + forest, blocks, np.maximum(room, blocks)) * BLOCK_TOKENS
+        own = tokens - np.minimum(forest * BLOCK_TOKENS, MOST_FOREST * tokens)
         if self.policy == "orca":
-            held = tokens / work.tokens_at_work
+            held = own / work.tokens_at_work
         else:
-            held = PAGED_FULL * tokens / (work.tokens_at_work + BLOCK_TOKENS / 2)
+            held = PAGED_FULL * own / (work.tokens_at_work + BLOCK_TOKENS / 2)
         each = np.maximum(np.minimum(active / groups, held), 1.0)  # present in a group
         found = {"orca": self._mixed, "sarathi": self._mixed}.get(self.policy, self._separate)(
             pool, each, budget, groups)
@@ -363,13 +368,13 @@ class Continuous(OnePool):
     def _budgets(self, points: FloatArray) -> FloatArray:
         if self.policy == "orca":
             return np.full(len(points), np.inf)
-        least = self._workload.inputs.max if self.policy == "vllm" else 0
+        least = self._workload.longest_input if self.policy == "vllm" else 0
         return np.where(points[:, 1] > 0, points[:, 1], max(DEFAULT_TOKEN_BUDGET, least))
 
     def _step_sizes(self, pool: TimedPool, points: FloatArray) -> tuple[FloatArray, FloatArray]:
         slots = np.ceil(points[:, 0] / np.minimum(points[:, 0], pool.stages))
         if self.policy == "orca":
-            rows = self._workload.inputs.max + slots
+            rows = self._workload.longest_input + slots
         else:
             rows = self._budgets(points)
             if self.policy == "vllm":

@@ -70,7 +70,9 @@ class Pace:
 
         def encode_s() -> FloatArray:
             queries = nodes / workload.inputs.mean
-            attention = own.mean_attention_s(np.maximum(queries, 1.0))
+            sharing = workload.sharing
+            attention = own.mean_attention_s(np.maximum(queries, 1.0), (
+                None if sharing is None else sharing.attended))
             return own.encode_s(nodes, queries, {
                 degree: queries * one for degree, one in attention.items()})
 

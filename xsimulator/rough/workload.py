@@ -14,7 +14,9 @@ import numpy as np
 from xgpt.core.controls import Admission
 from xgpt.core.lengths import FloatArray, JointLengths, ndtri
 from xgpt.core.problem import Problem
+from xsimulator import memory
 from xsimulator.rough.look_ahead import LookAhead
+from xsimulator.sharing import sharing_of
 
 RESERVE = Admission(rule="reserve")
 BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: blocks of a phase's iterations
@@ -43,15 +45,25 @@ class Phase(NamedTuple):
 
 
 class Workload:
-    """Length statistics of one problem under one admission rule.
+    """Length statistics of one problem under one admission rule. `inputs`: tokens that a request
+    encodes and holds. With shared prefixes they are its own and a share of all prefixes
+    (xsimulator.sharing), and `longest_input`, `context` count whole inputs.
 
     tokens_at_work: mean KV tokens that admission counts for a request at work. variance_at_work:
     their variance, that of the number at work included. variance_of_each: without it."""
 
-    def __init__(self, problem: Problem, admission: Admission = RESERVE) -> None:
+    def __init__(self, problem: Problem, admission: Admission = RESERVE, *,
+                 shares: bool = False) -> None:
+        """shares: whether the policy encodes shared prefixes once."""
         lengths: JointLengths = problem.lengths
+        self.sharing = sharing = sharing_of(problem) if shares else None
+        held = lengths if sharing is None else sharing.lengths(lengths, sharing.each)
         self.admission = admission
-        self.inputs, self.outputs = lengths.inputs, lengths.outputs
+        self.inputs, self.outputs = held.inputs, lengths.outputs
+        self.longest_input = lengths.inputs.max
+        # mean tokens that no prefix holds, and tokens that prefixes hold between their requests
+        self.own_input = held.inputs.mean - (0.0 if sharing is None else sharing.each)
+        self.forest = 0 if sharing is None else sharing.forest
         self.fewer = 0 if problem.model.is_encoder_decoder else 1
         most_output = max(problem.default_max_tokens, lengths.outputs.max)
         self.longest = lengths.inputs.max + most_output  # tokens that the longest request reserves
@@ -73,7 +85,7 @@ class Workload:
         self.context_std = math.sqrt(max(
             float(read_square.sum()) / self.iterations - self.context**2, 0.0))
         self.reserve = float(pmf @ mean) + most_output  # over all requests, as they come
-        self._ahead = LookAhead(admission, lengths, most_output, self.fewer)
+        self._ahead = LookAhead(admission, held, most_output, self.fewer)
         counted = self._ahead.counted(has_ended=False)
         self.tokens_at_work = max(counted.mean / self.iterations, 1.0)
         self.variance_at_work = counted.variance / self.iterations
@@ -84,8 +96,14 @@ class Workload:
         # D of a request of the latency limit's quantile
         self.watched = max(self.outputs.quantile(bound.quantile) - self.fewer, 0)
         self.phase = cache(self._find_phase)
-        self.by = cache(lambda other: self if other == admission else Workload(problem, other))
+        self._other = cache(lambda *of: Workload(problem, of[0], shares=of[1]))
+        self._has_prefixes = sharing_of(problem) is not None
         self.paces: dict[Any, Any] = {}  # stage times -> Pace, see Pace.of
+
+    def by(self, admission: Admission, *, shares: bool = False) -> "Workload":
+        """The statistics under another rule; `shares` as of the constructor."""
+        key = admission, shares and self._has_prefixes
+        return self if key == (self.admission, self.sharing is not None) else self._other(*key)
 
     def charged_context(self, rows: FloatArray, *, is_padded: bool) -> FloatArray:
         """Context tokens that each of `rows` decoded together costs: the mean context, or the
@@ -93,7 +111,13 @@ class Workload:
         if not is_padded:
             return np.full(np.shape(rows), self.context)
         longest = self.context + self.context_std * expected_maximum_z(np.asarray(rows, float))
-        return np.minimum(longest, self.inputs.max + self.most_iterations)
+        return np.minimum(longest, self.longest_input + self.most_iterations)
+
+    def largest_rows(self, encode: FloatArray) -> FloatArray:
+        """[configs] tokens of an encode step of `encode` requests that is hardly ever exceeded."""
+        if self.sharing is None:
+            return memory.largest_rows(self.inputs, encode)
+        return self.sharing.most_encoded(encode)
 
     def rounds(self, batch: FloatArray, least: int = 0) -> FloatArray:
         """[configs] mean of the largest D of `batch` requests, one of which has `least` or more."""
