@@ -79,7 +79,7 @@ def _sharing(known: QueryLengths, asked: Adjustment, seed: int) -> Sharing | Non
     known = known.take(runs)
     # where the order is left open, it is the input's
     order = np.arange(len(runs)) if asked.order == "auto" else run_order(
-        asked.order, window_of(asked, 1), known, seed)
+        asked.order, window_of(asked, 1, known.prefixes), known, seed)
     return Sharing(known, order) if len(runs) else None
 
 
