@@ -23,6 +23,7 @@ from xgpt.job.resolve import open_layouts, resolve_cluster, resolve_weight_dtype
 from xgpt.launch.launcher import ranks_per_node, threads_per_rank
 from xgpt.report.notebook import Printed, frame
 from xgpt.report.plan_screen import ENGINE_WORDS, PlanTimes, plan_screen, source_words
+from xgpt.report.prefix_words import prefix_lines
 from xgpt.report.table import schedule_details
 from xprofiler.profile_file import load_profile
 from xprofiler.roofline import Roofline
@@ -139,12 +140,12 @@ class Plan(Printed):
              "reason": row.reason} for row in self.schedule.rejected)])
 
     def __str__(self) -> str:
-        prediction, job = self.prediction, self.opened.job
-        return plan_screen(self.schedule, self.opened.problem, PlanTimes(
-            source=source_words(self.timing, self.opened.problem.cluster, job.plan_engine),
-            seconds=None if prediction is None else prediction.wall_s,
-            by_engine=self.by_engine), str(job.source),
-            is_here=self.opened.is_local or job.slurm is not None)
+        prediction, job, problem = self.prediction, self.opened.job, self.opened.problem
+        return plan_screen(self.schedule, problem, PlanTimes(
+            source=source_words(self.timing, problem.cluster, job.plan_engine),
+            seconds=None if prediction is None else prediction.wall_s, by_engine=self.by_engine,
+            sharing=prefix_lines(problem, self.schedule, prediction, self.timing)),
+            str(job.source), is_here=self.opened.is_local or job.slurm is not None)
 
     @cached_property
     def prediction(self) -> JobPrediction | None:

@@ -23,7 +23,10 @@ MEASURES = {  # key of metrics.json -> (label, unit)
     "ttft_p50_s": ("TTFT P50", "s"), "ttft_p99_s": ("TTFT P99", "s"),
     "tpot_p50_s": ("TPOT P50", "s"), "tpot_p99_s": ("TPOT P99", "s"),
     "wall_s": ("Time of the run", "s"), "load_s": ("Time to load", "s"),
-    "overhead_share": ("Overhead", "%")}
+    "overhead_share": ("Overhead", "%"),
+    "prefixes.encoded_tokens": ("Input tokens encoded", "tokens"),
+    "prefixes.shared_tokens": ("Input tokens shared", "tokens"),
+    "prefixes.encoded_again_tokens": ("Tokens encoded again", "tokens")}
 MOST_STEPS = 1500  # chosen: shown at first
 TIMES = 2.0  # chosen: larger ratios are shown as a factor
 
@@ -78,14 +81,16 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
     """A Comparison for each quantity that `metrics` has."""
     rows = []
     for key, (label, unit) in MEASURES.items():
-        measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
+        measured, predicted = (number(metrics, *key.split("."), name) for name in (
+            "measured", "predicted"))
         if measured is None and predicted is None:
             continue
         if key == "load_s" and not measured:  # the ranks still held the weights
             continue
         ratio = None
         # no ratio of shares: 1 % against 2 % would be 2, and does not matter
-        if predicted and measured is not None and math.isfinite(predicted) and unit != "%":
+        if predicted and measured is not None and math.isfinite(predicted) and (
+                unit not in ("%", "tokens")):
             ratio = measured / predicted
         rows.append(Comparison(label=label, predicted=quantity(predicted, unit),
                                measured=quantity(measured, unit), ratio=ratio,

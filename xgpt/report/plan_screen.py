@@ -29,11 +29,12 @@ MOST_ALTERNATIVES, MOST_SIZES = 4, 4  # chosen: rows of the tables, for a screen
 class PlanTimes:
     """source: of the step times, in words. seconds: expected for the job's own requests, loading
     left out; None for a plan of the steady state. by_engine: (engine in words, the same) by other
-    engines' times."""
+    engines' times. sharing: sentences on shared prefixes."""
 
     source: str
     seconds: float | None
     by_engine: Sequence[tuple[str, float]] = ()
+    sharing: Sequence[str] = ()
 
 
 def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
@@ -92,7 +93,8 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     yield "schedule", controls_line(schedule.estimate)
     if room := room_words(schedule.estimate, problem):
         yield "KV cache", room
-    if schedule.order != "input":
+    yield from zip(("prefixes", ""), times.sharing, strict=False)
+    if schedule.order != "input" and not times.sharing[1:]:
         yield "order", _order(schedule)
     yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes)))
     yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "

@@ -17,15 +17,16 @@ from xsimulator.replay.prediction import JobPrediction
 _MOST_LINES = 15  # chosen: with the ten before the run there are 25
 
 
-def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction | None, *,
-                 model: str, machine: str, times: str, why_unknown: str = "") -> str:
-    """The lines before a run. model: its name and source. machine, times: in words. why_unknown:
-    why there is no prediction."""
-    duration = f"not predicted: {why_unknown}" if prediction is None else duration_words(
+def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction | str, *,
+                 model: str, machine: str, times: str, sharing: Sequence[str] = ()) -> str:
+    """The lines before a run. prediction: why there is none, if it is a text. model: its name and
+    source. machine, times: in words. sharing: sentences on shared prefixes."""
+    duration = f"not predicted: {prediction}" if isinstance(prediction, str) else duration_words(
         problem, prediction.wall_s, schedule.margin.factor)
     rows = (("time", duration), ("model", model), ("machine", machine),
             ("plan", f"{controls_line(schedule.estimate)}; {placement(schedule.estimate)}"),
-            ("KV cache", room_words(schedule.estimate, problem)), ("times", times),
+            ("KV cache", room_words(schedule.estimate, problem)),
+            *zip(("prefixes", ""), sharing, strict=False), ("times", times),
             *(("deadlines", prospect_words(one)) for one in schedule.prospects if one.share))
     return "\n".join(fact(label, text) for label, text in rows if text)
 
@@ -59,7 +60,8 @@ def end_screen(metrics: Mapping[str, Any], checks: Sequence[BoundCheck], notes: 
     before = ["", _done(metrics), *_measured(metrics, checks), *[fact("limits", kept)] * bool(kept)]
     after = ["", *(fact(label, text) for label, text in files.items())]
     shown = [fact("note", text) for text in notes]
-    while shown[2:] and _lines([*before, *shown, *after]) > _MOST_LINES:
+    most = _MOST_LINES - 3 * ("prefixes" in metrics)  # which the lines before the run tell of
+    while shown[2:] and _lines([*before, *shown, *after]) > most:
         shown.pop()
     if (more := len(notes) - len(shown)) > 0:
         after.insert(0, fact("", f"{counted(more, 'more note')}: --verbose"))

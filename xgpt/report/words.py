@@ -44,7 +44,8 @@ def tight(sentence: str) -> str:
 
 def counted(count: float, noun: str) -> str:
     """A number with its noun: `3 requests`, `1 request`."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    plural = noun[:-1] + "ies" if noun.endswith("y") else (
+        noun + "es" if noun.endswith("x") else noun + "s")
     return f"{count:,.0f} {noun if count == 1 else plural}"
 
 

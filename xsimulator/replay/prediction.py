@@ -54,7 +54,8 @@ class EndTimes:
 class JobPrediction:
     """Expected throughput, latencies and makespan (`wall_s`) of a job, as means over replays.
     Percentiles are over the requests of one job. TTFT counts from the arrival. TPOT is of requests
-    with more than one output token, None without any. `ends`: None without deadlines."""
+    with more than one output token, None without any. `encoded_tokens`: of inputs, without those
+    that requests share. `ends`: None without deadlines."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -65,6 +66,7 @@ class JobPrediction:
     tpot_p50_s: float | None
     tpot_p99_s: float | None
     wall_s: float
+    encoded_tokens: float = 0.0
     ends: EndTimes | None = field(default=None, compare=False, repr=False)
 
 
@@ -150,7 +152,9 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
     times, count = result.times, num_queries or len(result.times.arrival_s)
     wall_s = makespan_s(result, count)
     figures = {"throughput_qps": count / wall_s, "wall_s": wall_s,
-               "output_tokens_per_s": result.output_tokens.mean() * count / wall_s}
+               "output_tokens_per_s": result.output_tokens.mean() * count / wall_s,
+               "encoded_tokens": sum(float(pool.tokens.sum()) for pool in result.pools) * (
+                   count / max(len(times.arrival_s), 1))}
     for name, values in (
             ("latency", times.latency_s),
             ("ttft", times.ttft_s * (wall_s / result.makespan_s)),  # all arrive at the beginning

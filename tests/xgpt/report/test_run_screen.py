@@ -18,10 +18,17 @@ EXPECTED = JobPrediction(
 FILES = {"answers": "out/results.csv", "report": "out/report.html", "next": "xgpt explain out"}
 
 
-def begun(**changes):
+SHARED = ("94 % of 3.0 M input tokens are shared: 50 prefixes of 3,000 tokens, each encoded once; "
+          "5.6 x as fast as this schedule without sharing",
+          "order prefix, window job: first results after 40 s (2 s in the input's order, which "
+          "would save 45 %)")
+
+
+def begun(sharing=(), **changes):
     of = replace(problem_of("opt-1.3b", "a40-4"), num_queries=72, **changes)
     return begin_screen(of, fake_schedule(), EXPECTED, model="opt-1.3b, bfloat16 (a folder)",
-                        machine=machine_words(of, 2), times="measured here, 2026-11-29")
+                        machine=machine_words(of, 2), times="measured here, 2026-11-29",
+                        sharing=sharing)
 
 
 def pairs(measured, predicted=EXPECTED, **more):
@@ -44,9 +51,8 @@ def test_the_first_line_is_the_duration_and_says_what_is_assumed_of_lengths():
     assert unknown.startswith("time at most 8.00 s for 72 requests") and (
         "if every answer has 200 tokens (how long answers are is not known)" in unknown)
     of = problem_of("opt-1.3b", "a40-4")
-    assert begin_screen(of, fake_schedule(), None, model="m", machine="h", times="t",
-                        why_unknown="nothing is known").startswith(
-        "time         not predicted: nothing is known")
+    assert begin_screen(of, fake_schedule(), "nothing is known", model="m", machine="h",
+                        times="t").startswith("time         not predicted: nothing is known")
 
 
 @pytest.mark.parametrize(("measured", "said"), [
@@ -74,6 +80,8 @@ def test_however_much_there_is_to_say_it_is_one_screen():
     text = end_screen(pairs(0.4, queries_before=30, failed=2, errors=1), [missed], notes, FILES)
     lines = lines_of(begun(), text)
     assert any("MISSED" in line for line in lines) and "more notes: --verbose" in text
+    assert len(lines_of(begun(SHARED), end_screen(
+        pairs(1.0, prefixes={}), [], ["short"] * 9, FILES))) <= 25
     assert "42 requests (and 30 by earlier runs) in 20.0 s, 3 of them without" in text
     endless = BoundCheck(None, "", Bound(limit_s=math.inf))
     assert "limit" not in end_screen(pairs(1.0, status="stopped"), [endless], [], FILES)

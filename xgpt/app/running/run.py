@@ -54,6 +54,7 @@ from xgpt.launch.launcher import (
 )
 from xgpt.launch.standby import Standby
 from xgpt.report.lanes import EXPECTED_FILE, write_expected
+from xgpt.report.prefix_words import prefix_figures, prefix_lines
 from xgpt.report.run_charts import replay_lanes
 from xgpt.report.run_screen import begin_screen, machine_words
 from xgpt.report.table import paragraph
@@ -152,11 +153,12 @@ class Run:
         self._prediction, first, why = _predicted(opened, self.timing, schedule)
         assert opened.files is not None, "a run needs the model's files"
         self.tell.say(begin_screen(
-            opened.problem, schedule, self._prediction, why_unknown=why,
+            opened.problem, schedule, self._prediction or why,
             model=f"{opened.job.model.rstrip('/').rpartition('/')[2]}, {opened.problem.dtype} "
                   f"({opened.files.served_by})",
             machine=machine_words(opened.problem, threads_per_rank(opened.job, opened.problem)),
-            times=self.timing.provenance()))
+            times=self.timing.provenance(), sharing=prefix_lines(
+                opened.problem, schedule, self._prediction, self.timing)))
         is_continued = keep_earlier_results(self.output, plan, self.tell, opened.job.results,
                                             self._spool)
         expired = keep_start(opened)
@@ -236,6 +238,7 @@ class Run:
             others_cpu_share=others_share, beginning=initial_reason(self.schedule),
             start_s=self._legs_s[0] - measured["wall_s"] if len(self._legs_s) == 1 else None,
             agreement=self._agreement,
+            **prefix_figures(opened.problem, measured, self._prediction),
             rescheduling=decisions_with_phases(decisions, measured["changes"]))
         result = {**metrics, **job_facts(opened.job)}
         if measured["state"] == "done":
