@@ -12,7 +12,6 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import percent
 from xgpt.report.words import counted
-from xgpt.requests.prefixes import encoded_tokens
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict
 from xsimulator.replay.prediction import JobPrediction
@@ -28,7 +27,7 @@ def prefix_lines(problem: Problem, schedule: Schedule, prediction: JobPrediction
     known, estimate = problem.queries, schedule.estimate
     if known is None or known.prefixes is None or not estimate.shares_prefixes:
         return []
-    total, once = int(known.inputs.sum()), encoded_tokens(known.prefixes, known.inputs)
+    total, once = int(known.inputs.sum()), int(known.encoded.sum())
     of = "the" if problem.num_queries is None else _short(total)
     text = f"{percent(1 - once / total)} of {of} input tokens are shared: {_forest(known.prefixes)}"
     if prediction is not None:
@@ -79,7 +78,7 @@ def prefix_figures(problem: Problem, measured: Mapping[str, Any],
         return {}
     is_whole = measured["state"] == "done" and measured["queries_before"] == 0
     if is_whole and prediction is not None and known is not None and known.prefixes is not None:
-        total, once = int(known.inputs.sum()), encoded_tokens(known.prefixes, known.inputs)
+        total, once = int(known.inputs.sum()), int(known.encoded.sum())
         expected = {"encoded_tokens": prediction.encoded_tokens, "shared_tokens": total - once,
                     "encoded_again_tokens": prediction.encoded_tokens - once}
     pairs = {key: {"measured": own[key], "predicted": expected.get(key)} for key in (
