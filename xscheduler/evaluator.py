@@ -131,7 +131,8 @@ class JobReplays(NamedTuple):
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
                clocks: StepClocks | None = None, has_steps: bool = True) -> JobReplays | None:
     """Replays of the problem's own requests, at most MOST_PREDICTED of them; None without requests.
-    has_steps: as of xsimulator.replay.job.Replayer."""
+    has_steps: as of xsimulator.replay.job.Replayer; of shared prefixes there are always steps, in
+    which encoded tokens are counted."""
     if problem.num_queries is None:
         return None
     lengths = job_lengths(problem, estimate)
@@ -141,6 +142,7 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
         return None
     known = None if lengths is None else evenly_spread(problem, lengths, count)
     count = count if known is None else len(known.inputs)
+    has_steps |= known is not None and known.prefixes is not None
     replayer = replayer_of(problem, timing, estimate, clocks, has_steps=has_steps)
     order = None if known is None else in_run_order(problem, estimate, known)
     results = job_replays(replayer, count, np.random.default_rng(problem.seed), known=known,

@@ -1,4 +1,4 @@
-"""What the shared prefixes of a job save: words for screens, and figures for metrics.json."""
+"""Says what the shared prefixes of a job save: words for screens, and figures for metrics.json."""
 
 import math
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ _GAIN = 1.05  # chosen: least gain that is shown
 
 def prefix_lines(problem: Problem, schedule: Schedule, prediction: JobPrediction | None,
                  timing: TimingSource) -> list[str]:
-    """What the schedule's prefixes save, and what its order costs, a sentence each; empty for one
-    that shares none. `prediction`: of the job by the schedule."""
+    """Sentences on what the schedule's prefixes save, and what its order costs; none if it shares
+    none. `prediction`: of the job by the schedule."""
     known, estimate = problem.queries, schedule.estimate
     if known is None or known.prefixes is None or not estimate.shares_prefixes:
         return []
