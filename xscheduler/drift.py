@@ -19,8 +19,12 @@ from xgpt.core.lengths import JointLengths, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import planned_queries
-from xsimulator.replay.prediction import CHECKED_QUERIES, CHECKED_ROUNDS, MOST_CHECKED
+from xsimulator.replay.prediction import (
+    CHECKED_QUERIES,
+    CHECKED_ROUNDS,
+    MOST_CHECKED,
+    steady_queries,
+)
 from xsimulator.replay.replicas import replay_steady
 from xsimulator.replay.steady_state import combine_unlike, enough_queries, steady_figures
 
@@ -66,11 +70,12 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
     @cache
     def figures(lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
         """Figures of the schedule on these lengths; None if the replay has no steady state."""
-        changed, constraint = replace(problem, lengths=lengths), problem.constraint
+        known = problem.queries and replace(problem.queries, outputs=None)
+        changed, constraint = replace(problem, lengths=lengths, queries=known), problem.constraint
         count = enough_queries(estimate, least=least_queries, rounds=CHECKED_ROUNDS,
                                most=MOST_CHECKED)
-        results, _ = replay_steady(changed, timing, estimate, planned_queries(
-            changed, *lengths.sample(count, np.random.default_rng(SEED))))
+        results, _ = replay_steady(changed, timing, estimate, steady_queries(
+            changed, estimate, count, np.random.default_rng(SEED)))
         of_all, of_one = (combine_unlike([steady_figures(
             result, constraint.with_latency(kind=kind), problem.lengths.outputs)
             for result in results]) for kind in ("queries", "sequence"))

@@ -9,7 +9,8 @@ lengths are yet to be observed. Seven steps:
 4. For a job with deadlines: a schedule that has enough requests in time.
 5. For static batches formed by a threshold that the job leaves open: the best one.
 6. KV cache for the longest request, if memory allows it.
-7. The order in which the job's requests are run."""
+7. The order in which the job's requests are run. If that shares more prefixes, steps 1 to 6 are
+   taken again in it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from xgpt.core.controls import SHARING_ORDERS
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
@@ -119,11 +121,21 @@ class Planner:
                 schedule.estimate, "deadline").factor if is_job and has_margin else 1.0
             schedule = with_order(self._narrowed, self.timing, schedule, longer=longer,
                                   is_free=is_job and not self.options.is_rough)
+            if problem.adjustment.order == "auto" and schedule.order in SHARING_ORDERS:
+                return self._again_in_order(schedule, latency_bound_s)
             evaluator = self._evaluator if schedule.order == "input" else Evaluator(
                 in_chosen_order(self._narrowed, schedule), self.timing)
             schedule = with_prospects(schedule, Margins(problem, evaluator), self._tell,
                               is_job=self.options.horizon == "job", has_margin=has_margin)
         return _with_idle_note(problem, schedule.changed(hardware_qps=roofline_limit_qps(problem)))
+
+    def _again_in_order(self, found: Schedule, latency_bound_s: float | None) -> Schedule:
+        """The schedule for the order that was chosen for `found`, in which more is shared than in
+        the order of its search."""
+        ordered = Planner(in_chosen_order(self.problem, found), self.timing, self.options,
+                          tell=self._tell, watch=self._watch)
+        return ordered.plan(latency_bound_s).changed(
+            order_gain=found.order_gain, reordered=found.reordered)
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the limit (by default the problem's) with

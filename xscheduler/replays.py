@@ -9,17 +9,15 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
-from xgpt.core.policies import policy
-from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import planned_queries
-from xsimulator.replay.prediction import sample_job, with_limit_length
+from xsimulator.replay.prediction import steady_queries, with_limit_length
 from xsimulator.replay.steady_replay import steady_replay
 from xsimulator.replay.steady_state import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
-from xsimulator.sharing import Sharing, repeated, sharing_of
+from xsimulator.sharing import sharing_of
 
 SEED = 20240427
 DRAWN = 4096  # chosen: requests drawn at a time
@@ -67,37 +65,26 @@ class Replays:
     def of(self, estimate: Estimate, queries: int) -> Replayed:
         """The replay of an estimate with `queries` requests, in steady state."""
         problem = self.problem
-        sharing = sharing_of(problem) if policy(estimate.policy).shares_prefixes else None
-        inputs, outputs, prefixes = self._draw(queries) if sharing is None else (
-            self._consecutive(sharing, queries))
-        if problem.constraint.kind == "sequence":
-            outputs = with_limit_length(outputs, problem.lengths.outputs.quantile(
-                problem.constraint.quantile))
+        if estimate.shares_prefixes and sharing_of(problem) is not None:
+            asked = steady_queries(problem, estimate, queries, np.random.default_rng(SEED))
+        else:
+            asked = planned_queries(problem, *self._draw(queries))
+        if problem.constraint.kind == "sequence" and asked.outputs is not None:
+            asked = replace(asked, outputs=with_limit_length(
+                asked.outputs, problem.lengths.outputs.quantile(problem.constraint.quantile)))
         try:
             # formed batches of one job have no steady state: its first ones differ from its last
             steady = estimate.changed(batches=None) if estimate.variables.get("batches") else (
                 estimate)
-            figures = steady_replay(problem, self.timing, steady, replace(planned_queries(
-                problem, inputs, outputs), prefixes=prefixes), self._clocks)
+            figures = steady_replay(problem, self.timing, steady, asked, self._clocks)
         except XgptError:  # a request that never fits
             figures = None
         return Replayed(estimate, figures, queries)
 
-    def _draw(self, count: int) -> tuple[IntArray, IntArray, Prefixes | None]:
-        """(inputs, outputs, no prefixes) of `count` random requests, each [requests]."""
+    def _draw(self, count: int) -> tuple[IntArray, IntArray]:
+        """(inputs, outputs) of `count` random requests, each [requests]."""
         while len(self._drawn[0]) < count:  # a longer replay begins with the same requests
             more = self.problem.lengths.sample(DRAWN, self._rng)
             self._drawn = (np.concatenate([self._drawn[0], more[0]]),
                            np.concatenate([self._drawn[1], more[1]]))
-        return self._drawn[0][:count], self._drawn[1][:count], None
-
-    def _consecutive(self, sharing: Sharing,
-                     count: int) -> tuple[IntArray, IntArray, Prefixes | None]:
-        """(inputs, outputs, prefixes) of `count` requests as they follow one another in the job. A
-        random sample would share less."""
-        rng = np.random.default_rng(SEED)
-        found = repeated(sharing.queries, count, rng)
-        outputs = found.outputs
-        if outputs is None:
-            _, outputs = sample_job(self.problem.lengths, count, rng, found.inputs)
-        return found.inputs, outputs, found.prefixes
+        return self._drawn[0][:count], self._drawn[1][:count]

@@ -71,7 +71,7 @@ def num_surely_late(problem: Problem) -> int:
     model, tokens = problem.model, known.inputs.astype(float)
     layers, params, pairs = model.num_layers, active_layer_params(model), tokens * (tokens + 1) / 2
     if known.prefixes is not None:  # others may encode these tokens
-        shared = known.prefixes.shared
+        shared = np.minimum(known.prefixes.shared, tokens)
         tokens, pairs = tokens - shared, pairs - shared * (shared + 1) / 2
     if model.is_encoder_decoder:
         layers, params, pairs = model.num_encoder_layers, model.encoder_layer_params, tokens**2

@@ -1,4 +1,4 @@
-"""What shared prefixes change in a plan: each is encoded once, and held once for all its requests.
+"""Shared prefixes in a plan: each is encoded once, and held once for all its requests.
 
 Plans spread a prefix evenly over its job: every request encodes and holds its own tokens and an
 equal share of all prefixes. Decode steps read whole contexts. Prefixes that live between their
@@ -14,6 +14,7 @@ from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem, QueryLengths
 from xrunner.rules.order import run_order, window_of
+from xrunner.rules.routing import expected_tokens, replica_shares, units_of
 
 
 class Sharing:
@@ -62,6 +63,19 @@ class Sharing:
         sizes, place = np.unique(np.clip(np.ceil(requests), 1, len(self.own)).astype(np.int64),
                                  return_inverse=True)
         return np.array([self._most(size) for size in sizes.tolist()], float)[place]
+
+
+    def of_replica(self, problem: Problem, copies: int) -> QueryLengths:
+        """The requests of one of so many equal replicas, in the order of a run."""
+        known = self.queries
+        if copies == 1:
+            return known
+        tokens = expected_tokens(known.inputs, known.most_outputs, problem.lengths.outputs.mean,
+                                 np.full(len(known.inputs), known.outputs is not None))
+        routing = problem.adjustment.routing
+        units = units_of(tokens, known.prefixes, copies, routing)
+        return known.take(np.array(max(replica_shares(tokens, copies, routing, units=units),
+                                       key=len)))
 
 
 def sharing_of(problem: Problem) -> Sharing | None:

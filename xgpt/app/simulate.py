@@ -34,7 +34,7 @@ from xscheduler.replicas import problem_of_replica, replica_problems
 from xscheduler.search import SURE
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
-from xsimulator.replay.prediction import num_checked_queries, sample_job
+from xsimulator.replay.prediction import num_checked_queries, sample_job, steady_queries
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.replicas import replay_steady, replayer_of
 from xsimulator.replay.steady_state import (
@@ -217,7 +217,9 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
     copies = [shape for shape in estimate.shapes for _ in range(shape.deployment.replicas)]
     count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
                                           most=MOST_QUERIES)
-    queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
+    queries = steady_queries(problem, estimate, count, rng) if num_queries is None else replace(
+        planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs)),
+        prefixes=None if known is None or inputs is None else known.prefixes)
     if num_queries is not None and (known is not None or problem.is_synthetic):
         queries = queries.take(in_run_order(problem, estimate, known or queries))
     if estimate.others or num_queries is None:

@@ -12,10 +12,11 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
-from xsimulator.replay.job import planned_outputs
+from xsimulator.replay.job import planned_outputs, planned_queries
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.replicas import JobReplayer
 from xsimulator.replay.steady_state import enough_queries
+from xsimulator.sharing import repeated, sharing_of
 
 # Number of requests of a replay that checks a latency: least, most, as a multiple of those in the
 # system. WATCHED of them have the length of the limit's quantile. measured: on twelve schedules of
@@ -175,6 +176,22 @@ def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
     if lengths.pairs is None:
         return known, lengths.outputs.sample(count, rng)
     return known, _outputs_given_inputs(lengths.pairs, known, rng)
+
+
+def steady_queries(problem: Problem, estimate: Estimate, count: int,
+                   rng: np.random.Generator) -> QueryLengths:
+    """`count` requests for the steady state of one replica (of all, if they are unlike), drawn at
+    random. Those of an estimate that shares prefixes follow one another as in the job: a random
+    sample would share less."""
+    sharing = sharing_of(problem) if estimate.shares_prefixes else None
+    if sharing is None:
+        return planned_queries(problem, *sample_job(problem.lengths, count, rng, None))
+    copies = 1 if estimate.others else problem.copies * estimate.deployment.replicas
+    known = repeated(sharing.of_replica(problem, copies), count, rng)
+    outputs = known.outputs
+    if outputs is None:
+        outputs = sample_job(problem.lengths, count, rng, known.inputs)[1]
+    return replace(planned_queries(problem, known.inputs, outputs), prefixes=known.prefixes)
 
 
 def _outputs_given_inputs(pairs: IntArray, inputs: IntArray, rng: np.random.Generator) -> IntArray:
