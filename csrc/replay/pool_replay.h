@@ -103,10 +103,9 @@ struct Rows {
  * kind, group, phase (with paged KV the step's number in its group), iteration, numbers of
  * chunks, of requests that moved (evicted, or handed over) and of those encoded; these chunks[3]
  * request, first, tokens; these requests; sizes[4] tokens, encoded, decoded, context; and tokens
- * held from each moment on. Of shared prefixes, each behind the number of its step: starts[5] of
- * prefixes.h, and released[2] node; and all their writes. */
+ * held from each moment on; and shared[4] the number of a step, and what prefixes.h tells of it. */
 struct Told {
-    std::vector<int64_t> labels, chunks, ended, moved, memory_tokens, starts, writes, released;
+    std::vector<int64_t> labels, chunks, ended, moved, memory_tokens, shared;
     std::vector<double> memory_s, sizes, durations_s, ends_s;
 };
 
@@ -157,16 +156,11 @@ public:
         if (is_told) told.moved.insert(told.moved.end(), queries.begin(), queries.end());
     }
     /* Records what the next step does with shared prefixes. */
-    void share(const std::vector<int64_t> &starts, const std::vector<int64_t> &writes,
-               const std::vector<int64_t> &released) {
-        if (!is_told) return;
+    void share(const std::vector<int64_t> &threes) {
         const int64_t step = static_cast<int64_t>(told.labels.size()) / 7;
-        for (size_t place = 0; place < starts.size(); ++place) {
-            if (place % 4 == 0) told.starts.push_back(step);
-            told.starts.push_back(starts[place]);
-        }
-        told.writes.insert(told.writes.end(), writes.begin(), writes.end());
-        for (int64_t node : released) told.released.insert(told.released.end(), {step, node});
+        for (size_t at = 0; is_told && at < threes.size(); at += 3)
+            told.shared.insert(told.shared.end(),
+                               {step, threes[at], threes[at + 1], threes[at + 2]});
     }
     void note_memory(int64_t held, double now) {
         if (held == noted_ || !is_told) return;

@@ -26,10 +26,15 @@ struct Node {
     std::vector<int64_t> line;
 };
 
-/* starts[4] request, first, node, number of writes; writes[2] node, end: of the step that is
- * being decided, as of Start in steps.py. */
+/* `tokens`: of all that live. `first`: of the latest admitted request, the first token that it
+ * encodes. `told`: what the step that is being decided does, in threes: a request, the node that
+ * holds its first tokens, and `first`; behind it itself, each node that it encodes, and its end;
+ * -1, a node that goes, 0. */
 class Living {
 public:
+    int64_t tokens = 0, first = 0;
+    std::vector<int64_t> told;
+
     Living(const Forest &forest, int64_t num_queries)
         : forest_(forest), nodes_(forest.size), places_(num_queries) {
         for (int64_t n = 0; n < forest.size; ++n) {
@@ -44,12 +49,6 @@ public:
             });
         }
     }
-
-    int64_t tokens = 0;  // of all that live
-    int64_t first = 0;   // of the latest admitted request: the first token that it encodes
-    std::vector<int64_t> starts, writes, released;
-
-    /* Tokens of these requests' prefixes that are not there, each counted once. */
     template <class Queries = std::initializer_list<int64_t>>
     int64_t to_encode(const Queries &queries) {
         int64_t all = 0;
@@ -60,60 +59,47 @@ public:
         });
         return all;
     }
-    bool must_wait(int64_t q) {
-        bool waits = false;
-        each(q, [&](int64_t, Node &node) { waits |= node.lives && node.writer >= 0; });
-        return waits;
-    }
     template <class Fits>
     bool make_room(int64_t q, const Fits &fits) {
+        bool waits = false;
+        each(q, [&](int64_t, Node &node) { waits |= node.lives && node.writer >= 0; });
+        if (waits) return false;
         int64_t wanted = tokens + to_encode({q});
-        going_.clear();
+        std::vector<Idle> going;
         for (auto idle = idle_.rbegin(); !fits(wanted); ++idle) {
             while (idle != idle_.rend() && nodes_[idle->second].seen == stamp_) ++idle;
             if (idle == idle_.rend()) return false;
             wanted -= nodes_[idle->second].own;
-            going_.push_back(idle->second);
+            going.push_back(*idle);
         }
-        for (int64_t n : going_) release(n);
+        for (const Idle &idle : going) release(idle);
         return true;
     }
     bool let_go() {
         if (idle_.empty()) return false;
-        release(idle_.rbegin()->second);
+        release(*idle_.rbegin());
         return true;
     }
-    /* The node in which a request's first tokens would lie now; `shared` becomes their number. */
-    int64_t source(int64_t q, int64_t &shared) {
+    void admit(int64_t q) {
+        first = 0;
+        if (forest_.nodes[q] < 0) return;
         int64_t source = -1;
-        shared = 0;
+        const auto begin = static_cast<int64_t>(told.size());
         each(q, [&](int64_t n, Node &node) {
             const int64_t unit = node.is_new || forest_.is_whole ? forest_.block_tokens : 1;
             const int64_t end = forest_.ends[n] / unit * unit;
-            if (!node.lives || !end || end < shared) return;
-            shared = end;
-            source = n;
-        });
-        return source;
-    }
-    void admit(int64_t q) {
-        if (forest_.nodes[q] < 0) return void(first = 0);
-        const int64_t node = source(q, first);
-        starts.insert(starts.end(), {q, first, node, 0});
-        const auto begin = static_cast<int64_t>(writes.size());
-        each(q, [&](int64_t n, Node &node) {
             if (!node.lives) {
                 node.lives = true;
-                node.is_new = false;
                 node.writer = q;
                 tokens += node.own;
-                writes.insert(writes.begin() + begin, {n, forest_.ends[n]});
-                starts.back() += 1;
-            } else if (!node.at_work) {
-                idle_.erase({next_use(node), n});
+                told.insert(told.begin() + begin, {q, n, forest_.ends[n]});
+            } else if (end && end >= first) {
+                first = end;
+                source = n;
             }
-            node.at_work += 1;
+            if (!node.at_work++) idle_.erase({next_use(node), n});
         });
+        told.insert(told.begin() + begin, {q, source, first});
         places_[q] = AT_WORK;
     }
     void encode(int64_t q, int64_t end) {
@@ -127,8 +113,7 @@ public:
     void finish(int64_t q) {
         each(q, [&](int64_t n, Node &node) {
             node.at_work -= 1;
-            node.left -= 1;
-            if (!node.left) release(n);
+            if (!--node.left) release({AT_WORK, n});
             else if (!node.at_work) idle_.insert({next_use(node), n});
         });
     }
@@ -137,21 +122,23 @@ public:
         each(q, [&](int64_t n, Node &node) {
             node.at_work -= 1;
             node.line.push_back(q);
-            if (node.writer == q) release(n);
+            if (node.writer == q) release({AT_WORK, n});
             else if (!node.at_work) idle_.insert({before_, n});
         });
     }
     void end_step() {
         for (int64_t n : new_) nodes_[n].is_new = false;
-        for (auto *one : {&new_, &starts, &writes, &released}) one->clear();
+        new_.clear();
+        told.clear();
     }
 
 private:
+    using Idle = std::pair<int64_t, int64_t>;  // place of its next request, node
     static constexpr int64_t AT_WORK = std::numeric_limits<int64_t>::max();
     Forest forest_;
     std::vector<Node> nodes_;
-    std::vector<int64_t> places_, new_, going_;  // places in line by request
-    std::set<std::pair<int64_t, int64_t>> idle_;  // (next use, node), which does not change there
+    std::vector<int64_t> places_, new_;  // places in line by request
+    std::set<Idle> idle_;                // no place changes while its node is idle
     int64_t before_ = 0, stamp_ = 0;
 
     /* Calls act(number, node) with each node of the request, the deepest first. */
@@ -163,13 +150,12 @@ private:
         while (places_[node.line.back()] == AT_WORK) node.line.pop_back();
         return places_[node.line.back()];
     }
-    void release(int64_t n) {
-        Node &node = nodes_[n];
-        if (!node.at_work && node.left && node.writer < 0) idle_.erase({next_use(node), n});
+    void release(const Idle idle) {
+        idle_.erase(idle);
+        Node &node = nodes_[idle.second];
         node.lives = false;
-        node.writer = -1;
         tokens -= node.own;
-        released.push_back(n);
+        told.insert(told.end(), {-1, idle.second, 0});
     }
 };
 

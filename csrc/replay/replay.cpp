@@ -181,8 +181,7 @@ extern "C" void xgpt_tell(const void *given, Tell tell) {
     const auto &found = *static_cast<const Found *>(given);
     for (const xgpt_replay::Told &told : found.pools) {
         for (const auto *one : {&told.labels, &told.chunks, &told.ended, &told.moved,
-                                &told.memory_tokens, &told.starts, &told.writes, &told.released})
-            tell_all(tell, *one);
+                                &told.memory_tokens, &told.shared}) tell_all(tell, *one);
         for (const auto *one : {&told.memory_s, &told.sizes, &told.durations_s, &told.ends_s})
             tell_all(tell, *one);
     }

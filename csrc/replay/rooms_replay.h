@@ -160,7 +160,7 @@ protected:
         if (!decodes && !encodes) return;
         evict_rows(group, g);
         if (shared_) {
-            line.share(shared_->starts, shared_->writes, shared_->released);
+            line.share(shared_->told);
             shared_->end_step();
         }
         if (decodes) decode(group, g);
@@ -193,7 +193,7 @@ private:
     }
     /* Rooms._has_shared_room */
     bool has_shared_room(Group &group, int64_t q, bool decodes) {
-        return !shared_->must_wait(q) && shared_->make_room(q, [&](int64_t prefix_tokens) {
+        return shared_->make_room(q, [&](int64_t prefix_tokens) {
             const int64_t budget = this->budget(prefix_tokens);
             return group.room.has_room(q, decodes, budget) &&
                    (prefix_tokens <= shared_->tokens ||

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple, overload
 from weakref import finalize
 
@@ -49,7 +48,7 @@ _WITH_ROOMS = PagedRule, OrcaRule, RraRule
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
 _NONE: IntArray = np.zeros(0, np.int64)
 _NO_PREFIXES = Prefixes(parents=_NONE, ends=_NONE, nodes=_NONE)
-_POOL = [np.int64] * 8 + [np.float64] * 4  # types of the arrays of one pool
+_POOL = [np.int64] * 6 + [np.float64] * 4  # types of the arrays of one pool
 
 
 class _NativeInput(NamedTuple):
@@ -271,10 +270,9 @@ def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
 
 
 def _records(plan: PoolPlan, *arrays: NDArray[Any]) -> PoolRecords:
-    labels, chunks, ended, moved, held, starts, writes, released, memory_s, sizes, *times = arrays
-    prefixes = starts.reshape(-1, 5), writes.reshape(-1, 2), released.reshape(-1, 2)
-    steps = _NativeSteps(labels.reshape(-1, 7), chunks.reshape(-1, 3), ended, moved, prefixes,
-                         plan.rule)
+    labels, chunks, ended, moved, held, shared, memory_s, sizes, *times = arrays
+    steps = _NativeSteps(labels.reshape(-1, 7), chunks.reshape(-1, 3), ended, moved,
+                         shared.reshape(-1, 4), plan.rule)
     durations_s, end_s = (one.reshape(-1, len(plan.stages)) for one in times)
     return records_of(plan, StepTimes(steps, sizes.reshape(-1, 4), durations_s, end_s),
                       memory_s.tolist(), held.tolist())
@@ -284,8 +282,8 @@ class _NativeSteps(Sequence[Step]):
     """Steps of a pool from the arrays of csrc/replay/pool_replay.h."""
 
     def __init__(self, labels: IntArray, chunks: IntArray, ended: IntArray, moved: IntArray,
-                 prefixes: Sequence[IntArray], rule: BatchingRule) -> None:
-        self._arrays, self._prefixes = (labels, chunks, ended, moved), prefixes
+                 shared: IntArray, rule: BatchingRule) -> None:
+        self._arrays, self._shared = (labels, chunks, ended, moved), shared
         self._moved = "handed" if type(rule) is WaaDecodeRule else "evicted"
         self._is_chunked = (
             type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.is_chunked)
@@ -314,7 +312,7 @@ class _NativeSteps(Sequence[Step]):
     def _steps(self) -> list[Step]:
         labels, *others = self._arrays
         chunks, ended, moved = (iter(one.tolist()) for one in others)
-        steps, (starts, released) = list[Step](), self._shared()
+        steps, (starts, released) = list[Step](), self._of_prefixes()
         for kind, group, phase, iteration, parts, moving, joined in labels.tolist():
             spans = tuple(Chunk(query=query, first=first, tokens=tokens)
                           for query, first, tokens in (next(chunks) for _ in range(parts)))
@@ -322,19 +320,22 @@ class _NativeSteps(Sequence[Step]):
                 kind=_KINDS[kind], group=group, phase=phase, iteration=iteration,
                 chunks=spans if self._is_chunked else (),
                 joined=tuple(next(ended) for _ in range(joined)),
-                starts=tuple(starts[len(steps)]), released=tuple(released[len(steps)]),
+                starts=tuple(starts.get(len(steps), ())),
+                released=tuple(released.get(len(steps), ())),
                 **{self._moved: tuple(next(moved) for _ in range(moving))}))
         return steps
 
-    def _shared(self) -> tuple[dict[int, list[Start]], dict[int, list[int]]]:
+    def _of_prefixes(self) -> tuple[dict[int, list[Start]], dict[int, list[int]]]:
         """(Step.starts, Step.released) by the number of the step."""
         starts, released = defaultdict[int, list[Start]](list), defaultdict[int, list[int]](list)
-        begun, written, gone = (one.tolist() for one in self._prefixes)
-        writes = iter(map(tuple, written))
-        for step, query, first, node, count in begun:
-            starts[step].append(Start(query, first, node, tuple(islice(writes, count))))
-        for step, node in gone:
-            released[step].append(node)
+        for step, query, node, tokens in self._shared.tolist():
+            if query < 0:
+                released[step].append(node)
+            elif starts[step] and starts[step][-1].query == query:  # it writes this one
+                start = starts[step].pop()
+                starts[step].append(start._replace(writes=(*start.writes, (node, tokens))))
+            else:
+                starts[step].append(Start(query, tokens, node))
         return starts, released
 
 
