@@ -12,16 +12,16 @@
 
 namespace xgpt_prefixes {
 
-/* As xgpt.core.prefixes.Prefixes; `size`: number of nodes, 0 if nothing is shared. */
+/* As xgpt.core.prefixes.Prefixes; `size`: number of nodes. own[nodes]: a node's own tokens. */
 struct Forest {
     int64_t size, block_tokens, is_whole;
-    const int64_t *parents, *ends, *nodes;
+    const int64_t *parents, *ends, *own, *nodes;
 };
 
 /* A node. `line`: requests that wait, the first one last; some of them have begun since.
  * `writer`: the request that encodes it, -1 once it is encoded. `is_new`: by this step. */
 struct Node {
-    int64_t own = 0, at_work = 0, left = 0, writer = -1, seen = 0;
+    int64_t at_work = 0, left = 0, writer = -1, seen = 0;
     bool lives = false, is_new = false;
     std::vector<int64_t> line;
 };
@@ -37,10 +37,6 @@ public:
 
     Living(const Forest &forest, int64_t num_queries)
         : forest_(forest), nodes_(forest.size), places_(num_queries) {
-        for (int64_t n = 0; n < forest.size; ++n) {
-            const int64_t parent = forest.parents[n];
-            nodes_[n].own = forest.ends[n] - (parent < 0 ? 0 : forest.ends[parent]);
-        }
         for (int64_t q = num_queries - 1; q >= 0; --q) {
             places_[q] = q;
             each(q, [&](int64_t, Node &node) {
@@ -53,8 +49,8 @@ public:
     int64_t to_encode(const Queries &queries) {
         int64_t all = 0;
         stamp_ += 1;
-        for (int64_t q : queries) each(q, [&](int64_t, Node &node) {
-            if (!node.lives && node.seen != stamp_) all += node.own;
+        for (int64_t q : queries) each(q, [&](int64_t n, Node &node) {
+            if (!node.lives && node.seen != stamp_) all += forest_.own[n];
             node.seen = stamp_;
         });
         return all;
@@ -69,7 +65,7 @@ public:
         for (auto idle = idle_.rbegin(); !fits(wanted); ++idle) {
             while (idle != idle_.rend() && nodes_[idle->second].seen == stamp_) ++idle;
             if (idle == idle_.rend()) return false;
-            wanted -= nodes_[idle->second].own;
+            wanted -= forest_.own[idle->second];
             going.push_back(*idle);
         }
         for (const Idle &idle : going) release(idle);
@@ -91,7 +87,7 @@ public:
             if (!node.lives) {
                 node.lives = true;
                 node.writer = q;
-                tokens += node.own;
+                tokens += forest_.own[n];
                 told.insert(told.begin() + begin, {q, n, forest_.ends[n]});
             } else if (end && end >= first) {
                 first = end;
@@ -111,19 +107,13 @@ public:
         });
     }
     void finish(int64_t q) {
-        each(q, [&](int64_t n, Node &node) {
-            node.at_work -= 1;
-            if (!--node.left) release({AT_WORK, n});
-            else if (!node.at_work) idle_.insert({next_use(node), n});
-        });
+        each(q, [&](int64_t n, Node &node) { leave(n, node, !--node.left); });
     }
     void evict(int64_t q) {
         places_[q] = --before_;
         each(q, [&](int64_t n, Node &node) {
-            node.at_work -= 1;
             node.line.push_back(q);
-            if (node.writer == q) release({AT_WORK, n});
-            else if (!node.at_work) idle_.insert({before_, n});
+            leave(n, node, node.writer == q);
         });
     }
     void end_step() {
@@ -150,11 +140,15 @@ private:
         while (places_[node.line.back()] == AT_WORK) node.line.pop_back();
         return places_[node.line.back()];
     }
+    void leave(int64_t n, Node &node, bool goes) {
+        if (--node.at_work) return;
+        if (goes) release({AT_WORK, n});
+        else idle_.insert({next_use(node), n});
+    }
     void release(const Idle idle) {
         idle_.erase(idle);
-        Node &node = nodes_[idle.second];
-        node.lives = false;
-        tokens -= node.own;
+        nodes_[idle.second].lives = false;
+        tokens -= forest_.own[idle.second];
         told.insert(told.end(), {-1, idle.second, 0});
     }
 };

@@ -55,11 +55,16 @@ Found *alone(Replay &&replay, double *times) {
 }
 
 xgpt_rooms::Asked asked(const Arguments &args) {
-    const int64_t *facts = args.ints(1), *sizes = args.ints(11), *own = args.ints(12);
-    return {{facts[5], facts[6], facts[7], facts[8], facts[9], facts[10]},
-            {own, args.ints(5), args.ints(8), args.ints(9), args.ints(10), facts[11], {}},
-            {sizes[0], sizes[1], sizes[2], args.ints(13), args.ints(14), args.ints(15)},
-            sizes[3], args.ints(7), args.ints(6), args.ints(4)};
+    const int64_t *facts = args.ints(1), *sizes = args.ints(11);
+    xgpt_rooms::Asked asked = {
+        {facts[5], facts[6], facts[7], facts[8], facts[9], facts[10]},
+        {args.ints(4), args.ints(5), args.ints(8), args.ints(9), args.ints(10), facts[11], {}},
+        {}, sizes[3], args.ints(7), args.ints(6), args.ints(4)};
+    if (!sizes[0]) return asked;
+    asked.forest = {sizes[0], sizes[1], sizes[2], args.ints(13), args.ints(14), args.ints(15),
+                    args.ints(16)};
+    asked.requests.inputs = args.ints(12);
+    return asked;
 }
 
 Found *paged(const Arguments &args, double *times) {
@@ -130,10 +135,10 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  * rule of admission, and the other terms of room.h; tokens in the table of new forecasts. Then
  * paged KV: tokens of a step; whether inputs are encoded in chunks. Else decode iterations of a
  * phase (0: ORCA's rule), requests of an encode batch, tokens of a chunk (0: none). Behind slots:
- * forecasts[requests], range[requests] of inputs, and the table of room.h. Then the forest of
- * prefixes.h: its three sizes and the tokens of all groups, own inputs[requests] without shared
- * tokens (as reserves, too), parents[nodes], ends[nodes], nodes[requests]. Figures of RRA: mean
- * input, adjustment, target of decode batches.
+ * forecasts[requests], range[requests] of inputs, and the table of room.h. Then the three
+ * sizes of the forest of prefixes.h, and the tokens of all groups; if it has nodes, inputs[requests]
+ * without shared tokens (as reserves are), and its arrays. Figures of RRA: mean input, adjustment,
+ * target of decode batches.
  *
  * Static batches: numbers of groups, of KV tokens of a group, of steps that encode a group's; in
  * place of slots order[requests] and ends[requests] of static_replay.h.

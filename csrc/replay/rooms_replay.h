@@ -87,23 +87,15 @@ protected:
     }
     void begin(Group &group) {
         begin_turn(group, [&](int64_t q) {
-            if (shared_) {
-                shared_->finish(q);
-                set_budgets();
-            }
+            if (shared_) finish_shared(q);
             group.room.finish(q);
         });
     }
     /* Rooms.admit */
     bool admit(Group &group, int64_t q, int64_t most, bool decodes) {
         if (group.room.active >= most) return false;
-        if (!shared_) {
-            if (!group.room.has_room(q, decodes)) return false;
-        } else {
-            if (!has_shared_room(group, q, decodes)) return false;
-            shared_->admit(q);
-            set_budgets();
-        }
+        if (shared_ ? !admit_shared(group, q, decodes) : !group.room.has_room(q, decodes))
+            return false;
         group.room.admit(q, decodes);
         return true;
     }
@@ -114,7 +106,7 @@ protected:
     }
     /* Rooms.make_room; a partly encoded request starts at its first chunk again. */
     void make_room(Group &group) {
-        while (is_short(group)) {
+        while (shared_ ? is_short_of_shared(group) : group.room.is_short()) {
             const int64_t q = group.room.evict();
             line_[--next_] = q;
             moved_.push_back(q);
@@ -191,20 +183,26 @@ private:
     void set_budgets() {
         for (Group &group : groups_) group.room.resize(budget(shared_->tokens));
     }
-    /* Rooms._has_shared_room */
-    bool has_shared_room(Group &group, int64_t q, bool decodes) {
-        return shared_->make_room(q, [&](int64_t prefix_tokens) {
+    [[gnu::noinline]] void finish_shared(int64_t q) {
+        shared_->finish(q);
+        set_budgets();
+    }
+    [[gnu::noinline]] bool admit_shared(Group &group, int64_t q, bool decodes) {
+        const auto fits = [&](int64_t prefix_tokens) {
             const int64_t budget = this->budget(prefix_tokens);
             return group.room.has_room(q, decodes, budget) &&
                    (prefix_tokens <= shared_->tokens ||
                     std::all_of(groups_.begin(), groups_.end(), [&](const Group &own) {
                         return &own == &group || own.room.fits(budget);
                     }));
-        });
+        };
+        if (!shared_->make_room(q, fits)) return false;
+        shared_->admit(q);
+        set_budgets();
+        return true;
     }
     /* Whether a request must go; idle prefixes go before any. */
-    bool is_short(const Group &group) {
-        if (!shared_) return group.room.is_short();
+    [[gnu::noinline]] bool is_short_of_shared(const Group &group) {
         while (group.room.is_over()) {
             if (!shared_->let_go()) {
                 int64_t active = 0;

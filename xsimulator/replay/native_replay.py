@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from xgpt.core.controls import ADMISSION_RULES
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import QueryTimes
 from xrunner.rules.forecast import Forecaster, LengthForecaster
 from xrunner.rules.iteration import OrcaRule
@@ -46,8 +45,7 @@ from xsimulator.replay.step_clock import (
 _PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/replay/replay.cpp
 _WITH_ROOMS = PagedRule, OrcaRule, RraRule
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
-_NONE: IntArray = np.zeros(0, np.int64)
-_NO_PREFIXES = Prefixes(parents=_NONE, ends=_NONE, nodes=_NONE)
+_NO_PREFIXES: IntArray = np.zeros(4, np.int64)
 _POOL = [np.int64] * 6 + [np.float64] * 4  # types of the arrays of one pool
 
 
@@ -189,22 +187,24 @@ def _of_rooms(job: ReplayJob, rooms: Rooms, slots: Sequence[int], kind: int, fac
               figures: Sequence[float] = ()) -> _NativeInput | None:
     """Input for a pool whose groups have rooms; None for forecasts that csrc does not know. slots:
     most requests of each group. facts, figures: of its rule."""
-    room, lengths, budget = rooms.of_group[0], job.lengths, rooms.budget
-    forecasts, groups = _forecasts(job, room.forecaster), len(rooms.of_group)
-    if forecasts is None:
+    room, lengths, groups = rooms.of_group[0], job.lengths, len(rooms.of_group)
+    forecasts, forest = _forecasts(job, room.forecaster), lengths.prefixes
+    if forecasts is None or (rooms.prefixes.is_shared and forest is None):
         return None
-    forest = (lengths.prefixes if rooms.prefixes.is_shared else None) or _NO_PREFIXES
-    shared = forest.shared if len(forest.nodes) else 0
-    tokens = budget.tokens if budget.is_shared else groups * room.tokens
     terms = [groups, room.tokens, ADMISSION_RULES.index(room.rule), room.after_free,
              room.evicts, room.unit, room.spare, forecasts[-1].shape[1]]
-    prefixes = [np.array([len(forest.ends), forest.block_tokens, forest.is_whole, tokens]),
-                lengths.inputs - shared, forest.parents, forest.ends, forest.nodes]
-    needed = np.maximum(lengths.reserves, lengths.inputs) - shared
-    return _NativeInput(kind, [*terms, *facts], figures, lengths.reserves - shared,
-                        [np.array(slots, np.int64), *forecasts, *(
-                            np.ascontiguousarray(one, np.int64) for one in prefixes)],
-                        needed > (tokens - shared) // groups // room.unit * room.unit)
+    reserves, most, arrays = lengths.reserves, np.array(room.tokens), [_NO_PREFIXES]
+    needed: IntArray = np.maximum(reserves, lengths.inputs)
+    if rooms.prefixes.is_shared and forest is not None:
+        shared, tokens = forest.shared, rooms.budget.tokens
+        reserves, needed, most = reserves - shared, needed - shared, (tokens - shared) // groups
+        arrays = [np.array([len(forest.ends), forest.block_tokens, forest.is_whole, tokens]),
+                  *(np.ascontiguousarray(one, np.int64) for one in (
+                      lengths.inputs - shared, forest.parents, forest.ends, forest.own_tokens,
+                      forest.nodes))]
+    return _NativeInput(kind, [*terms, *facts], figures, reserves,
+                        [np.array(slots, np.int64), *forecasts, *arrays],
+                        needed > most // room.unit * room.unit)
 
 
 def _forecasts(job: ReplayJob, forecaster: Forecaster) -> Sequence[IntArray] | None:
