@@ -25,6 +25,7 @@ from runner import about, machine, options, table, today, write
 from xgpt.core import catalog
 from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.lengths import IntArray, joint_empirical
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xscheduler.evaluator import predict
@@ -35,6 +36,9 @@ SEEDS = 7
 ORDERS = (("input", 0), ("longest-output", 1024), ("longest-output", 0))
 JOBS = {"static batches, 2,000 requests": ("ft", 2000, {"encode_batch": 334}),
         "RRA, 300 requests": ("rra", 300, {}), "RRA, 2,000 requests": ("rra", 2000, {})}
+# pairs of tasks, shuffled: (prefixes, requests of each; mean tokens of prefix, own input, output)
+MIXED = {"few-shot classes, and 8 samples": ((400, 25, 1000, 40, 8), (1250, 8, 300, 2, 250)),
+         "documents, and chat": ((500, 20, 1500, 30, 30), (100, 100, 200, 100, 400))}
 FILE = "sharegpt/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
 TASK = Scenario(model="opt-13b", cluster="a40-4", task="T")
 
@@ -78,6 +82,25 @@ def sharegpt(folder: Path, count: int = 2000) -> IntArray:
     """The first `count` requests of the file that OPT's positions hold."""
     rows = np.loadtxt(folder / FILE, np.int64, delimiter=",", skiprows=1, usecols=(0, 1))
     return rows[rows.sum(axis=1) <= 2048][:count]
+
+
+def mixed(tasks: Sequence[tuple[int, ...]], policy: str) -> Problem:
+    """A job of these tasks at random; sizes lie within a half of their means."""
+    ends, nodes, pairs = list[int](), list[int](), list[tuple[int, int]]()
+    rng = np.random.default_rng(0)
+    for count, each, *means in tasks:
+        for _ in range(count):
+            ends.append(int(rng.integers(means[0] // 2, 3 * means[0] // 2)))
+            own = rng.integers([mean - mean // 2 for mean in means[1:]],
+                               [mean + mean // 2 + 1 for mean in means[1:]], (each, 2))
+            nodes += [len(ends) - 1] * each
+            pairs += [(ends[-1] + inputs, outputs) for inputs, outputs in own.tolist()]
+    rows = rng.permutation(len(nodes))
+    problem = known(np.array(pairs)[rows], (policy,))
+    assert problem.queries is not None
+    return replace(problem, queries=replace(problem.queries, prefixes=Prefixes(
+        parents=np.full(len(ends), -1), ends=np.array(ends), nodes=np.array(nodes)[rows],
+        block_tokens=16)))
 
 
 def chosen(problem: Problem) -> tuple[Schedule, float, float]:
@@ -134,6 +157,15 @@ def main() -> None:
             schedule, before_s, after_s = chosen(known(pairs, policies))
             lines.append(f"| {name} | {schedule.estimate.policy} | {schedule.order} | "
                          f"{_window(schedule)} | {before_s:.1f} s | {after_s:.1f} s |")
+    lines += ["", *table(("two tasks with shared prefixes", "policy", "input", "prefix", "blend"))]
+    for name, tasks in MIXED.items():
+        for policy in ("sarathi", "rra"):
+            problem = mixed(tasks, policy)
+            schedule = plan(replace(problem, adjustment=Adjustment(order="prefix", window=0)),
+                            TASK.timing(), PlanOptions(has_margin=False))
+            walls = [makespan_s(problem, schedule.changed(order=order, window=0))
+                     for order in ("input", "prefix", "blend")]
+            lines.append(f"| {name} | {policy} | {' | '.join(f'{one:,.0f} s' for one in walls)} |")
     if given.measured is not None:
         lines += ["", *table(("real runs", "measured", "predicted"))]
         lines += [f"| {order} | {own_s:.1f} s | {predicted_s:.1f} s |"
