@@ -83,8 +83,8 @@ def test_the_first_results_are_announced():
 
 
 def test_a_latency_limit_that_the_inputs_order_keeps_is_kept():
-    """RRA encodes a longer prefix for eight requests at a time by the other orders."""
-    problem, schedule = job_of("rra")
+    """Prefill-first has more requests at a time if they share more, and each takes longer."""
+    problem, schedule = job_of("vllm")
     latency_s = {one.order: np.quantile(replayed(problem, one).latency_s, 0.99) for one in (
         schedule, schedule.changed(order="prefix", window=0),
         schedule.changed(order="blend", window=0))}
