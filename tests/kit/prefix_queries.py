@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 from toys import VOCAB
@@ -42,6 +43,19 @@ def sampled(query: PreparedQuery, count: int) -> tuple[list[PreparedQuery], Pref
     queries = [replace(query, index=index, id=f"s{index}", sample=index, sampling=Sampling(
         temperature=2.0, seed=index)) for index in range(count)]
     return queries, forest_of([-1], [len(query.input_ids) - 1], [0] * count)
+
+
+def continuations(queries: Sequence[PreparedQuery], prefixes: Prefixes,
+                  ) -> tuple[list[PreparedQuery], Prefixes]:
+    """Four to score of each prompt, of one to seven tokens, which are encoded for each."""
+    found, nodes = list[PreparedQuery](), list[int]()
+    for query, own in product(queries, range(4)):
+        targets, place = tuple(range(10 + own, 11 + 3 * own)), len(found)
+        found.append(replace(query, index=place, id=f"c{place}", max_new_tokens=1, is_forced=True,
+                             input_ids=(*query.input_ids, *targets[:-1]),
+                             sampling=Sampling(targets=targets)))
+        nodes.append(int(prefixes.nodes[query.index]))
+    return found, replace(prefixes, nodes=np.array(nodes))
 
 
 def _drawn(rng: random.Random, count: int) -> list[int]:
