@@ -8,13 +8,16 @@ import pytest
 from problems import TOY, problem_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.controls import SHARING_ORDERS, Adjustment, FixedSchedule
+from xgpt.core.controls import LEAST_TOKENS, ROUND_ROBIN, SHARING_ORDERS, Adjustment, FixedSchedule
 from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xrunner.rules.order import run_order
 from xscheduler.evaluator import evenly_spread, replays_of
 from xscheduler.ordering import in_chosen_order, with_order
+from xsimulator.replay.job import Replayer
+from xsimulator.replay.replicas import ReplicasReplayer
+from xsimulator.replay.routing import replay_routed
 from xsimulator.rough.formulas import fixed_estimate
 
 COUNT = 500
@@ -111,6 +114,25 @@ def test_a_policy_that_shares_nothing_weighs_no_order_of_prefixes():
     assert not estimate.shares_prefixes
     found = with_order(problem, roofline_of(problem), schedule_of(problem, estimate))
     assert found.order not in SHARING_ORDERS
+
+
+@pytest.mark.parametrize("name", ["orca", "sarathi"])
+def test_two_replicas_encode_hardly_a_prefix_twice(name):
+    """Dealt in turn, both encode every prefix. A replica that is thrice as slow loses requests."""
+    problem, schedule = job_of(name)
+    queries = problem.queries.take(run_order("prefix", 0, problem.queries, 0))
+    replayer = Replayer(problem, roofline_of(problem), schedule.estimate)
+
+    def times_encoded(results) -> float:
+        return sum(pool.tokens.sum() for one in results for pool in one.pools) / ideal(problem)
+
+    for slow_downs in ((1.0, 1.0), (1.0, 3.0)):
+        found = replay_routed([replayer] * 2, queries, LEAST_TOKENS, slow_downs)
+        assert times_encoded(found.results) < 1.02
+        ends_s = [one.makespan_s for one in found.results]
+        assert max(ends_s) < 1.1 * min(ends_s)
+        assert times_encoded(replay_routed([replayer] * 2, queries, ROUND_ROBIN).results) > 1.1
+    assert times_encoded([ReplicasReplayer(replayer, 2).run(queries)]) < 1.02
 
 
 def test_a_part_of_a_long_job_shows_its_prefixes():
