@@ -9,6 +9,7 @@ later. Budgets count a request's own tokens, and each living prefix once."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -148,6 +149,22 @@ class Living:
     is_new: bool = False
 
 
+class _Idle:
+    """Living prefixes without a request at work, in the order in which they are needed."""
+
+    def __init__(self) -> None:
+        self.order: list[tuple[float, int]] = []  # (place in line of its next request, prefix)
+        self._places: dict[int, float] = {}
+
+    def put(self, node: int, place: float | None) -> None:
+        """Puts a prefix where it belongs now; None: it is not idle."""
+        if node in self._places:
+            del self.order[bisect_left(self.order, (self._places.pop(node), node))]
+        if place is not None:
+            self._places[node] = place
+            insort(self.order, (place, node))
+
+
 class SharedPrefixes(Unshared):
     """The prefixes of one replica."""
 
@@ -156,7 +173,7 @@ class SharedPrefixes(Unshared):
     def __init__(self, prefixes: Prefixes) -> None:
         super().__init__()
         self.most_within = prefixes.most_within
-        self.line, self.living = PrefixLine(prefixes), dict[int, Living]()
+        self.line, self.living, self._idle = PrefixLine(prefixes), dict[int, Living](), _Idle()
         self._own: list[int] = prefixes.own_tokens.tolist()
         self._ends: list[int] = prefixes.ends.tolist()
         self._block_tokens, self._is_whole = prefixes.block_tokens, prefixes.is_whole
@@ -176,6 +193,7 @@ class SharedPrefixes(Unshared):
         """Takes a waiting request out of the line."""
         self.line.begin(query)
         self._release(self.line.end(query))
+        self._note_idle(query)
 
     def to_encode(self, queries: Iterable[int]) -> int:
         nodes = {node for query in queries for node in self.line.chain(query)}
@@ -185,19 +203,22 @@ class SharedPrefixes(Unshared):
         chain = self.line.chain(query)
         if any(one is not None and not one.is_encoded for one in map(self.living.get, chain)):
             return False
-        tokens, idle, count = self.tokens + self.to_encode([query]), self._idle(chain), 0
+        tokens, gone = self.tokens + self.to_encode([query]), list[int]()
+        # a prefix comes after those that continue it
+        idle = (node for _, node in reversed(self._idle.order) if node not in chain)
         while not fits(tokens):
-            if count == len(idle):
+            node = next(idle, None)
+            if node is None:
                 return False
-            tokens -= self._own[idle[count]]
-            count += 1
-        self._release(idle[:count])
+            tokens -= self._own[node]
+            gone.append(node)
+        self._release(gone)
         return True
 
     def let_go(self) -> bool:
-        idle = self._idle()
-        self._release(idle[:1])
-        return bool(idle)
+        last = [node for _, node in self._idle.order[-1:]]
+        self._release(last)
+        return bool(last)
 
     def admit(self, query: int) -> None:
         self.line.begin(query)
@@ -220,6 +241,7 @@ class SharedPrefixes(Unshared):
             self._starts.append(Start(query, first, source, tuple(writes)))
         if writes:
             self._writing[query] = tuple(writes)
+        self._note_idle(query)
 
     def encode(self, chunk: Chunk) -> Chunk:
         end, left = chunk.first + chunk.tokens, []
@@ -236,11 +258,13 @@ class SharedPrefixes(Unshared):
     def finish(self, query: int) -> None:
         self._leave(query)
         self._release(self.line.end(query))
+        self._note_idle(query)
 
     def evict(self, query: int) -> None:
         self._leave(query)
         self.line.put_back(query)
         self._release([node for node, _ in reversed(self._writing.pop(query, ()))])
+        self._note_idle(query)
 
     def end_step(self) -> StepParts:
         for node in self._new:
@@ -260,16 +284,15 @@ class SharedPrefixes(Unshared):
         """Gives up those of the prefixes that are in the cache."""
         for node in nodes:
             if self.living.pop(node, None) is not None:
+                self._idle.put(node, None)
                 self.tokens -= self._own[node]
                 self._released.append(node)
 
-    def _idle(self, but: Iterable[int] = ()) -> list[int]:
-        """Living prefixes without a request at work and not among `but`, those needed last first.
-        A prefix comes after those that continue it."""
-        kept, next_use = {*but}, self.line.next_use
-        idle = [(next_use(node), node) for node, one in self.living.items()
-                if not one.at_work and node not in kept]
-        return [node for _, node in sorted(idle, reverse=True)]
+    def _note_idle(self, query: int) -> None:
+        """Notes which of the request's prefixes are idle, and when they are needed next."""
+        for node in self.line.chain(query):
+            if (one := self.living.get(node)) is not None:
+                self._idle.put(node, None if one.at_work else self.line.next_use(node))
 
 
 def set_prefixes(rule: BatchingRule, prefixes: Prefixes | None) -> None:
