@@ -68,6 +68,7 @@ class Execution:
     device_kind: Literal["cpu", "gpu"] = "cpu"  # device of each rank
     is_watched: bool = False  # the launcher watches lengths and steps, and may replan
     slots: int = 0  # requests a group's cache has room for; 0: as planned
+    shares_prefixes: bool = False  # those of spool/prefixes.npy
     kv_in_blocks: bool = False  # for rules that reserve tokens (RRA, WAA); else in rows
     kv_tokens: int = 0  # tokens in a group's KV blocks; 0: as planned
     other_rooms: tuple[tuple[int, int], ...] = ()  # (slots, kv_tokens) of replicas' other shapes

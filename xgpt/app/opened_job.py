@@ -23,10 +23,11 @@ from xgpt.job.answer_forms import most_tokens_of
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
 from xgpt.job.resolve import known_model, resolve
+from xgpt.job.schedule_section import OFF
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
-from xgpt.requests.prefixes import LEAST_SHARE, encoded_tokens
+from xgpt.requests.prefixes import is_worth_sharing
 from xgpt.requests.request import Request, RequestError, Requests
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import SpoolWriter, saved_header
@@ -94,13 +95,15 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     began = datetime.now()
     model, files, requests, spool = _Model(job, tell, need), job.workload.requests, None, None
     if files is not None:
+        shares = job.adjustment.prefixes != OFF
         if need == "run":
             spool = SpoolWriter(ColumnsWriter(), model.now)
+        tokens = spool or (SpoolWriter() if need == "lengths" and shares else None)
         stdin = standard_input(job, tell.say, is_kept=need == "run") if files.is_stdin else None
         delimiters = dict[Path, str]()
         asked = job.adjustment.admission.forecast
         requests = read_and_tokenise(
-            files, model, spool, stdin, delimiters.__setitem__,
+            files, model, tokens, stdin, delimiters.__setitem__,
             given_forecast(asked.kind) if asked.is_given else None)
         if need != "shape":
             tell_delimiters(delimiters, tell)
@@ -117,8 +120,9 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         tell.say(f"note: max_tokens is {most}, the tokens of the longest choice")
     found = model.files()
     if requests is not None:
-        requests = replace(requests, input_error=model.input_error, prefixes=_shared_prefixes(
-            job, requests, spool))
+        requests = replace(requests, input_error=model.input_error)
+        if tokens is not None and shares and not model.input_error:
+            requests = replace(requests, prefixes=_shared_prefixes(requests, tokens))
     started = min(began, start_of(job.output, requests))
     problem = resolve(job, model=found.spec if found else None, requests=requests, start=started)
     if requests is not None and spool is not None:
@@ -129,15 +133,13 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
                      tell=tell, started=started)
 
 
-def _shared_prefixes(job: Job, requests: Requests, spool: SpoolWriter | None) -> Prefixes | None:
-    """The prefixes that the requests share; None if they save little, or the job wants none."""
-    if spool is None or requests.input_tokens is None or job.adjustment.prefixes == "off":
+def _shared_prefixes(requests: Requests, spool: SpoolWriter) -> Prefixes | None:
+    """The prefixes that the requests share; None if they save little, or have no tokens yet."""
+    if requests.input_tokens is None or not requests.are_tokenised:
         return None
     found = spool.find_prefixes(requests.unusable)
-    if found is None:
-        return None
-    saved = 1 - encoded_tokens(found, requests.input_tokens) / requests.input_tokens.sum()
-    return found if saved >= LEAST_SHARE else None
+    is_worth = found is not None and is_worth_sharing(found, requests.input_tokens)
+    return found if is_worth else None
 
 
 def stored_words(problem: Problem, engine: str) -> str:

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, Device
+from xgpt.core.cluster import KV_BLOCK_TOKENS, Cluster, Device
 from xgpt.core.constraint import Constraint, deadline_bound
 from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS
-from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, SHARING_ENGINES, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
 from xgpt.core.lengths import FloatArray, JointLengths, synthetic_lengths
 from xgpt.core.model import ModelSpec
-from xgpt.core.prefixes import dealt_prefixes
+from xgpt.core.prefixes import Prefixes, dealt_prefixes, in_blocks
 from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
 from xgpt.core.system.machine import MAX_DEFAULT_WORKERS, Layout, gpus_here, layouts, usable_cores
@@ -29,6 +29,7 @@ from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import earlier_lengths, resolve_lengths, without_requests
 from xgpt.job.plan_sections import without_limit
+from xgpt.job.schedule_section import OFF
 from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.request import Requests
 
@@ -64,8 +65,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
     dtype = resolve_dtype(job.run.dtype, cluster.device)
     queries = query_lengths(requests, most_outputs, shape, deadlines_s) if (
         requests is not None) else dealt_queries(job, lengths)
-    if queries is not None:  # no rank shares any yet
-        queries = replace(queries, prefixes=None)
+    if queries is not None and queries.prefixes is not None:
+        queries = replace(queries, prefixes=_planned(queries, job, shape, cluster.device))
     return Problem(
         model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
         fixed=job.schedule, dtype=dtype,
@@ -96,6 +97,15 @@ def dealt_queries(job: Job, lengths: JointLengths) -> QueryLengths | None:
     ends = without_requests(shared.tokens).sample(shared.groups, np.random.default_rng((seed, 4)))
     return QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs,
                         prefixes=dealt_prefixes(ends, inputs, seed))
+
+
+def _planned(queries: QueryLengths, job: Job, model: ModelSpec, device: Device) -> Prefixes | None:
+    """The prefixes of the requests as the planned engine shares them; None if it shares none."""
+    prefixes = queries.prefixes
+    if (prefixes is None or job.adjustment.prefixes == OFF or job.run.engine not in SHARING_ENGINES
+            or job.run.kv_layout == "rows" or model.is_encoder_decoder):
+        return None
+    return in_blocks(prefixes, KV_BLOCK_TOKENS[device.kind], is_whole=job.plan_engine != OWN_ENGINE)
 
 
 def _without_reserve(cluster: Cluster, job: Job) -> Cluster:
@@ -133,8 +143,10 @@ def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec
     runs = has_room(model, inputs, requests.forced)
     runs[list(requests.unusable)] = False
     caps = np.minimum(requests.output_caps(most_outputs), output_room(model, inputs))
-    caps = np.where(runs, caps, 0)
+    caps, prefixes = np.where(runs, caps, 0), requests.prefixes
     return QueryLengths(inputs=np.where(runs, inputs, 1), most_outputs=caps,
+                        prefixes=None if prefixes is None else replace(
+                            prefixes, nodes=np.where(runs, prefixes.nodes, -1)),
                         outputs=caps if requests.are_forced else None, deadlines_s=deadlines_s,
                         forecasts=None if requests.forecasts is None else np.clip(
                             requests.forecasts, 1, caps[:, None]))

@@ -11,7 +11,9 @@ from xgpt.core.lengths import BoolArray, IntArray
 from xgpt.core.prefixes import Prefixes
 
 LEAST_TOKENS = 32  # chosen: a node saves at least so many
-LEAST_SHARE = 0.01  # chosen: of all input tokens; less is not worth blocks and copies
+# chosen: a job saves at least this share of its input tokens, and so many tokens a request that has
+# a prefix; of less, copying blocks takes as long as encoding
+LEAST_SHARE, LEAST_EACH = 0.01, 8
 _WIDTH = 32  # chosen: tokens that are read of each request at first
 _TOKENS_AT_ONCE = 2**25  # chosen: tokens in memory
 
@@ -47,6 +49,12 @@ def encoded_tokens(prefixes: Prefixes, input_tokens: IntArray) -> int:
     """Input tokens that are encoded if each node is encoded once."""
     own = prefixes.own_tokens[prefixes.used]
     return int(input_tokens.sum() - prefixes.shared.sum() + own.sum())
+
+
+def is_worth_sharing(prefixes: Prefixes, input_tokens: IntArray) -> bool:
+    """Whether encoding each prefix once saves enough of a job's tokens."""
+    saved = int(input_tokens.sum()) - encoded_tokens(prefixes, input_tokens)
+    return saved >= max(LEAST_SHARE * input_tokens.sum(), LEAST_EACH * (prefixes.nodes >= 0).sum())
 
 
 def save_prefixes(path: Path, prefixes: Prefixes) -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from xgpt.core.cluster import KV_BLOCK_TOKENS
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import Pool
 from xgpt.core.errors import XgptError
+from xgpt.core.prefixes import Prefixes, in_blocks
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
@@ -48,6 +50,7 @@ from xrunner.rank.lifecycle import (
 from xrunner.rank.loading import KeptWeights, Loaded, load, report_of
 from xrunner.rank.world import Replica, World, connect, replicas_of
 from xrunner.rules.changes import Changeable
+from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.routing import Router, expected_tokens, window_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule, rules_for, set_deadlines, set_forecaster
@@ -124,7 +127,9 @@ def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink
     rule, replica, executor = _rule_of(loaded.pool, loaded.replica), loaded.replica, loaded.executor
     if (kept := load_forecasts(plan.output)) is not None:
         set_forecaster(rule, kept.forecaster(plan.output / "results.jsonl"))
-    set_deadlines(rule, Spool(plan.output).deadlines_s)
+    spool = Spool(plan.output)
+    set_deadlines(rule, spool.deadlines_s)
+    set_prefixes(rule, _shared_prefixes(plan, spool))
     start = start_token(plan.model_dir) if executor.model.spec.is_encoder_decoder else None
     head = Head(rule=rule, executor=executor, sink=sink, clock=clock, link=link,
                 neighbours=Neighbours(world.comm, loaded.route), vocabulary=Vocabulary(
@@ -150,6 +155,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
         begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None)
     head = _head_of(plan, world, loaded, clock, others or sink, _link(world.comm, loaded, supply))
+    sink.sharing.prefixes = _shared_prefixes(plan, Spool(plan.output))
     if plan.is_watched:
         rule = head.rule if isinstance(head.rule, Changeable) else None
         at_work = (others or head).lengths_so_far if _reports_lengths(schedule) else None
@@ -184,7 +190,7 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
     rows = np.array(places, np.int64)
     tokens = expected_tokens(spool.input_tokens[rows], spool.most_outputs[rows],
                              plan.mean_output_tokens, is_forced[rows])
-    prefixes = spool.prefixes if schedule.estimate.shares_prefixes else None
+    prefixes = _shared_prefixes(plan, spool)
     router = Router(tokens, windows=[window_of(replica.estimate) for replica in replicas],
                     speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
                     routing=plan.routing, prefixes=None if prefixes is None else prefixes[rows])
@@ -205,6 +211,12 @@ def _extent(spool: Spool, before: Answered) -> Extent:
     return Extent(queries=len(inputs), longest_input=int(inputs.max(initial=1)),
                   longest_output=int(outputs.max(initial=1)),
                   longest=int((inputs + outputs).max(initial=1)))
+
+
+def _shared_prefixes(plan: RunPlan, spool: Spool) -> Prefixes | None:
+    """The prefixes that requests share in this run; None if they share none."""
+    found = spool.prefixes if plan.shares_prefixes else None
+    return found and in_blocks(found, KV_BLOCK_TOKENS[plan.device_kind])
 
 
 def _rule_of(pool: Pool, replica: Replica) -> BatchingRule:

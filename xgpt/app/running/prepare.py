@@ -12,6 +12,7 @@ from xgpt.app.teller import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import write_json
 from xgpt.core.system.machine import detect, usable_cores, why_no_torch
@@ -65,10 +66,17 @@ _IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
                      "ignore_eos", "engine_args", "deterministic")}}
 
 
+def shares_prefixes(problem: Problem, estimate: Estimate) -> bool:
+    """Whether requests share prefixes under the schedule."""
+    return estimate.shares_prefixes and problem.queries is not None and (
+        problem.queries.prefixes is not None)
+
+
 def uses_kv_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
-    """Whether the KV cache that the rules of `estimate` reserve is kept in blocks. On a GPU it
-    is, unless the job says `rows`: reserved memory is used up there, while pages of a CPU that were
-    never written are not. Raises InputError where the job's layout cannot be executed."""
+    """Whether the KV cache that the rules of `estimate` reserve is kept in blocks. Where prefixes
+    are shared it is. On a GPU it is, unless the job says `rows`: reserved memory is used up there,
+    while pages of a CPU that were never written are not. Raises InputError where the job's layout
+    cannot be executed."""
     job, wish = opened.job, opened.job.run.kv_layout
     rules, is_encoder_decoder = rules_for(estimate), opened.problem.model.is_encoder_decoder
     if any(kv_budget(rule) is not None for rule in rules):
@@ -82,8 +90,9 @@ def uses_kv_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
         what = "an encoder-decoder model" if is_encoder_decoder else estimate.policy
         raise wrong(job.source, "run.kv_layout", wish, f"auto or rows with {what}, whose entries "
                     "lie in rows alone")
-    is_gpu = opened.problem.cluster.device.kind == "gpu"
-    return is_able and (wish == "blocks" or (wish == "auto" and is_gpu))
+    is_usual = opened.problem.cluster.device.kind == "gpu" or shares_prefixes(
+        opened.problem, estimate)
+    return is_able and (wish == "blocks" or (wish == "auto" and is_usual))
 
 
 def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
@@ -235,6 +244,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
         kv_in_blocks=estimate is not None and uses_kv_blocks(opened, estimate),
+        shares_prefixes=estimate is not None and shares_prefixes(opened.problem, estimate),
         has_forms=bool(job.workload.requests and job.workload.requests.terms.form),
         cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
