@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.controls import SHARING_ORDERS, Adjustment, Order
 from xgpt.core.lengths import FloatArray, IntArray
@@ -122,29 +122,28 @@ class Forest:
         self.parents: list[int] = [*prefixes.parents.tolist(), *prefixes.nodes.tolist()]
         self.is_top = np.array(self.parents, int) < 0
         self.sizes = self.below(np.ones(requests))  # [parts] requests
-        self._firsts = self.below(np.arange(requests), np.inf, min)
+        self._firsts = self.parts(np.arange(requests), prefixes.lives[0])
 
-    def below(self, of_requests: FloatArray, of_prefixes: FloatArray | float = 0.0,
-              join: Callable[[float, float], float] = operator.add) -> FloatArray:
-        """[parts] sum of the values of each part and of all below it, or what `join` makes."""
+    def below(self, of_requests: ArrayLike, of_prefixes: ArrayLike = 0.0) -> FloatArray:
+        """[parts] sum of the values of each part and of all below it."""
         found = self.parts(of_requests, of_prefixes).tolist()
         for part in range(len(found) - 1, -1, -1):
             if (above := self.parents[part]) >= 0:
-                found[above] = join(found[above], found[part])
+                found[above] += found[part]
         return np.array(found)
 
-    def above(self, values: FloatArray,
+    def above(self, values: ArrayLike,
               join: Callable[[float, float], float] = operator.add) -> FloatArray:
         """[parts] sum of the values of each part and of all above it, or what `join` makes."""
-        found = values.tolist()
+        found = np.asarray(values).tolist()
         for part, above in enumerate(self.parents):
             if above >= 0:
                 found[part] = join(found[above], found[part])
         return np.array(found)
 
-    def parts(self, of_requests: FloatArray, of_prefixes: FloatArray | float) -> FloatArray:
+    def parts(self, of_requests: ArrayLike, of_prefixes: ArrayLike) -> FloatArray:
         """[parts] values."""
-        return np.concatenate([np.broadcast_to(of_prefixes, len(self.own_tokens)), of_requests])
+        return np.append(np.broadcast_to(of_prefixes, len(self.own_tokens)), of_requests)
 
     def depth_first(self, keys: FloatArray, window: int) -> IntArray:
         """Indices of the requests, window by window and depth first. Parts with one parent come by
@@ -173,11 +172,13 @@ def _blended(lengths: QueryLengths, own: Prefixes, window: int) -> IntArray:
     outputs = np.maximum(lengths.expected_outputs, 1)
     computed = lengths.inputs - own.shared + outputs  # but for shared tokens
     read = outputs * (lengths.inputs + outputs / 2)  # in all decode steps
-    forest = Forest(own)
-    forest = Forest(_divided(own, forest, forest.below(computed, own.own_tokens)
-                             / forest.below(read)))
-    rows = forest.depth_first(forest.below(computed, forest.own_tokens) / forest.below(read),
-                              window)
+
+    def density(forest: Forest) -> FloatArray:
+        return forest.below(computed, forest.own_tokens) / forest.below(read)
+
+    whole = Forest(own)
+    forest = Forest(_divided(own, whole, density(whole)))
+    rows = forest.depth_first(density(forest), window)
     each = forest.above(forest.parts(computed, forest.own_tokens) / forest.sizes)[len(own.ends):]
     parts = (rows[first:first + window] for first in range(0, len(rows), window))
     return np.concatenate([rows[:0], *(part[_from_both_ends(each[part], read[part])]

@@ -33,7 +33,7 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.prefixes import Prefixes
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
-from xrunner.rules.order import Forest
+from xrunner.rules.order import Forest, in_windows
 
 LEAST_WAITING = 2**13  # chosen: more than any rule looks at; smaller jobs are given out at once
 _DIVIDED = 0.25  # chosen: share of a replica's tokens above which a prefix's requests are divided
@@ -220,6 +220,7 @@ def units_of(tokens: FloatArray, prefixes: Prefixes | None, replicas: int,
     request, shared ones among them."""
     if prefixes is None or routing == ROUND_ROBIN or replicas == 1:
         return None
+    prefixes = in_windows(prefixes, len(tokens))  # without those that no request has
     forest, own, count = Forest(prefixes), tokens - prefixes.shared, len(prefixes.ends)
     below = forest.below(own, prefixes.own_tokens)
     parts = np.arange(len(below))
