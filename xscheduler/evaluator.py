@@ -4,7 +4,7 @@ for a finite job."""
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -158,16 +158,18 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
 def evenly_spread(problem: Problem, lengths: QueryLengths, count: int) -> QueryLengths:
     """Lengths of about `count` of a job's requests, as they are replayed. With shared prefixes they
     are taken _TOGETHER at a time, those of a prefix together."""
-    total = len(lengths.inputs)
-    if count == total:
-        known = lengths
-    elif lengths.prefixes is None:
-        known = lengths.take(np.linspace(0, total - 1, count).astype(np.int64))
-    else:
-        rows = run_order("prefix", 0, lengths, problem.seed)
-        known = lengths.take(np.sort(rows[np.arange(total) // _TOGETHER % -(-total // count) == 0]))
+    known = lengths if count == len(lengths.inputs) else _part_of(lengths, count)
     # each to its own cap: a sampled longer output would be cut
     return replace(known, outputs=known.most_outputs) if problem.observes else known
+
+
+@lru_cache(maxsize=2)  # of a million requests it takes seconds
+def _part_of(lengths: QueryLengths, count: int) -> QueryLengths:
+    total = len(lengths.inputs)
+    if lengths.prefixes is None:
+        return lengths.take(np.linspace(0, total - 1, count).astype(np.int64))
+    is_taken = np.arange(total) // _TOGETHER % -(-total // count) == 0
+    return lengths.take(np.sort(run_order("prefix", 0, lengths, 0)[is_taken]))
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
