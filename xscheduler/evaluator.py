@@ -32,6 +32,7 @@ from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.replicas import replayer_of
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.formulas import Formulas
+from xsimulator.sharing import stretches
 
 _TOGETHER = 256  # chosen: requests in a row, depth first, of a part that shows a forest
 MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; requests of these together
@@ -140,11 +141,16 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
     count = min(total, MOST_PREDICTED)
     if not total:
         return None
+    order = None
+    if lengths is not None and lengths.prefixes is not None and count < total:
+        rows = in_run_order(problem, estimate, lengths)[stretches(total, count)]
+        lengths, order = lengths.take(rows), np.arange(count)
     known = None if lengths is None else evenly_spread(problem, lengths, count)
     count = count if known is None else len(known.inputs)
     has_steps |= known is not None and known.prefixes is not None
     replayer = replayer_of(problem, timing, estimate, clocks, has_steps=has_steps)
-    order = None if known is None else in_run_order(problem, estimate, known)
+    if known is not None and order is None:
+        order = in_run_order(problem, estimate, known)
     results = job_replays(replayer, count, np.random.default_rng(problem.seed), known=known,
                           order=order, replays=replays)
     limit_s, deadlines_s = problem.constraint.limit_s("deadline"), None

@@ -16,6 +16,8 @@ from xgpt.core.problem import Problem, QueryLengths
 from xrunner.rules.order import run_order, window_of
 from xrunner.rules.routing import expected_tokens, replica_shares, units_of
 
+STRETCHES = 4  # chosen: parts of a long job that are replayed
+
 
 class Sharing:
     """The shared prefixes of a job's requests. `queries`: these in the order of a run. `own`:
@@ -97,15 +99,24 @@ def _sharing(known: QueryLengths, asked: Adjustment, seed: int) -> Sharing | Non
     return Sharing(known, order) if len(runs) else None
 
 
+def stretches(total: int, count: int) -> IntArray:
+    """Places of `count` of `total` requests in order, in STRETCHES of consecutive ones that are
+    evenly spread. These share as much as in the whole job; single ones would share less."""
+    each = -(-count // STRETCHES)
+    middles = (np.arange(STRETCHES) + 0.5) * total / STRETCHES
+    first = np.clip(middles - each / 2, 0, total - each).astype(np.int64)
+    return np.asarray(np.add.outer(first, np.arange(each)).ravel()[:count])
+
+
 def repeated(queries: QueryLengths, count: int, rng: np.random.Generator) -> QueryLengths:
-    """`count` requests as they follow one another from the middle of a job on, which is run again
-    and again. `queries`: its requests in the order of the run.
+    """`count` requests of a job as they follow one another. It is run again and again, or of a
+    longer one stretches are taken. `queries`: its requests in the order of the run.
 
     Every tree of prefixes is new once in a run of the job, at a random place. So prefixes are
     encoded as often as in the job in the mean, but evenly spread over time."""
     prefixes, total = queries.prefixes, len(queries.inputs)
     assert prefixes is not None
-    runs, rows = np.divmod(total // 2 + np.arange(count), total)
+    runs, rows = np.divmod(stretches(total, count) if count < total else np.arange(count), total)
     size, nodes, roots = len(prefixes.ends), prefixes.nodes[rows], np.arange(len(prefixes.ends))
     while len(above := np.flatnonzero(prefixes.parents[roots] >= 0)):
         roots[above] = prefixes.parents[roots[above]]

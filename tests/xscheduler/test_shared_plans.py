@@ -149,6 +149,19 @@ def test_prefixes_are_encoded_once_a_job_and_evenly_where_it_is_run_again():
     assert (again.inputs >= again.encoded).all() and len(again.inputs) == 40 * len(inputs)
 
 
+def test_the_steady_state_of_a_long_job_shares_as_the_whole_job_does():
+    """1,000 shuffled documents of 1,000 tokens, beside memory for half of them."""
+    rng = np.random.default_rng(2)
+    prefixes = grouped([1000] * 1000, 20)[rng.permutation(20_000)]
+    problem = problem_of(prefixes, 30, 50, policies=("sarathi",))
+    timing = roofline_of(problem)
+    estimate = Formulas(problem, timing).of("sarathi").estimate((1, 0), (800, 4096))
+    whole = predict(problem, timing, estimate)
+    steady = Replays(problem, timing).of(estimate, 5000)
+    assert whole.encoded_tokens > 2 * problem.queries.encoded.sum(), "memory lacks"
+    assert steady.throughput_qps == pytest.approx(whole.throughput_qps, rel=0.05)
+
+
 def test_policies_that_do_not_share_are_planned_as_without_prefixes():
     problem = job("few-shot", policies=("ft", "dsi"))
     own, usual = plan(problem), plan(without(problem))
@@ -159,14 +172,14 @@ def test_an_order_that_shares_more_is_searched_in_and_copies_get_whole_prefixes(
     """Shuffled documents of 750,000 tokens, beside memory for 450,000 a device."""
     rng = np.random.default_rng(0)
     prefixes = grouped([3000] * 250, 8)[rng.permutation(2000)]
-    free, given = (plan(problem_of(prefixes, 30, 60, policies=("rra",), order=order))
+    free, given = (plan(problem_of(prefixes, 30, 60, policies=("sarathi",), order=order))
                    for order in ("auto", "prefix"))
     assert free.order == "prefix" and free.estimate == given.estimate
     assert given.figures.throughput_qps > 1.5 * plan(problem_of(
-        prefixes, 30, 60, policies=("rra",))).figures.throughput_qps
-    two = plan(problem_of(prefixes, 30, 60, policies=("rra",), order="prefix", devices=2))
+        prefixes, 30, 60, policies=("sarathi",))).figures.throughput_qps
+    two = plan(problem_of(prefixes, 30, 60, policies=("sarathi",), order="prefix", devices=2))
     assert two.figures.throughput_qps > 1.9 * given.figures.throughput_qps
-    problem = problem_of(prefixes, 30, 60, policies=("rra",), order="prefix")
+    problem = problem_of(prefixes, 30, 60, policies=("sarathi",), order="prefix")
     rows = drift_rows(problem, roofline_of(problem), given.estimate,
                       search=lambda changed: given.estimate)
     assert next(row for row in rows if row.change == 1).kept.throughput_qps == pytest.approx(
