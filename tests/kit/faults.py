@@ -31,6 +31,7 @@ class ToyJob:
     schedule: str  # the keys of that section
     ranks: int = 1
     count: int = 300
+    shared: int = 0  # tokens that every third query begins with
     run: str = ""  # more keys of the section run
     environ: Mapping[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()  # before the command: nice, prlimit
@@ -48,7 +49,8 @@ class ToyJob:
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
         (self.folder / "requests.jsonl").write_text("".join(
-            json.dumps({"id": f"q{i}", "tokens": [7, 8, 9 + i % 80, i // 80],
+            json.dumps({"id": f"q{i}", "tokens": [*range(6 + i % 3, 6 + i % 3 + self.shared),
+                                                  7, 8, 9 + i % 80, i // 80],
                         "forced_tokens": 30 if i % 5 == 2 else 3 + i % 7}) + "\n"
             for i in range(self.count)))
         self.file.write_text(f"""

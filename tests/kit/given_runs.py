@@ -28,12 +28,13 @@ def toy_plan(directory: Path, out: Path, *, query_kv_tokens: int, is_chat: bool 
                    query_kv_tokens=query_kv_tokens)
 
 
-def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) -> None:
+def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int,
+        **changes: Any) -> None:
     """The ranks alone, without the command around them. Copies of the model keep what they are
-    dealt, so that each takes the steps of a replay of its own queries."""
+    dealt, so that each takes the steps of a replay of its own queries. `changes`: of the plan."""
     file = out.parent / "requests.jsonl"
     file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    plan = replace(toy_plan(directory, out, query_kv_tokens=200), routing=FIXED)
+    plan = replace(toy_plan(directory, out, query_kv_tokens=200), routing=FIXED, **changes)
     toys.write_spool(plan, file)
     LocalLauncher().run(RankProgram(module="xrunner.rank.worker", argument=plan.save(),
                                     count=ranks), watch=lambda: None)

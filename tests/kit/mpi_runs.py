@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import toys
 from job_folder import SUPPORT, XGPT, read_lines
 from replays import Steps, replayed, whole_steps
 
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.launch.launcher import find_mpiexec
@@ -55,17 +57,20 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def check_steps(out: Path, problem: Problem, shapes: Sequence[Estimate],
-                queries: Sequence[PreparedQuery], results: Sequence[dict[str, Any]]) -> Steps:
+                queries: Sequence[PreparedQuery], results: Sequence[dict[str, Any]],
+                prefixes: Prefixes | None = None) -> Steps:
     """Each copy, of these shapes, took the steps of a replay of the queries that it took, on all
-    stages of its first pool. The steps."""
+    stages of its first pool. The steps. `prefixes`: that the queries share."""
     logged, found, first = read_lines(out / "steps.jsonl"), [], 0
     for copy, shape in enumerate(shapes):
         own = [r for r in results if r.get("replica", 0) == copy]
         if len(shapes) > 1:
             own.sort(key=lambda r: (r["encode_start_s"], r["index"]))
         assert len(own) > 5
-        (pool, *_) = replayed(problem, shape, [queries[r["index"]] for r in own],
-                              [r["output_tokens"] for r in own]).pools
+        rows = np.array([r["index"] for r in own])
+        (pool, *_) = replayed(problem, shape, [queries[row] for row in rows],
+                              [r["output_tokens"] for r in own],
+                              None if prefixes is None else prefixes[rows]).pools
         expected = whole_steps(pool)
         for stage in shape.deployment.pools[0].stages:
             assert [(s["kind"], s["group"], s["phase"], s["iteration"], s["queries"], s["tokens"])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,10 @@ def write_spool(plan: RunPlan, requests: Path) -> None:
     """What the launcher hands on of a file of requests."""
     spec, spool = spec_of(plan.model_dir), SpoolWriter()
     tokeniser = ModelTokeniser(TextTokenizer(plan.model_dir), plan.is_chat, spec.vocab_size)
-    files = RequestFiles(paths=(requests,))
-    save_runnable(read_and_tokenise(files, tokeniser, spool), spool, plan, spec)
+    found = read_and_tokenise(RequestFiles(paths=(requests,)), tokeniser, spool)
+    if plan.shares_prefixes:
+        found = replace(found, prefixes=spool.find_prefixes(found.unusable))
+    save_runnable(found, spool, plan, spec)
 
 
 def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:
