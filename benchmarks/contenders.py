@@ -41,6 +41,7 @@ class Peer(NamedTuple):
     takes_t5: bool = False
     dtype: str | None = None  # None: the model's
     is_compiled: bool = False  # once, by its first run
+    more: tuple[str, ...] = ()  # arguments of its driver
 
 
 PEERS = (
@@ -141,29 +142,37 @@ def xgpt_contenders(setting: Setting, config: dict[str, Any], rounds: int) -> li
             keys.setdefault("threads_per_rank", max(setting.threads // keys["ranks"], 1))
 
         def run(folder: Path, keys: dict[str, Any] = keys) -> Outcome:
-            job = write_job(folder, setting.queries, str(setting.model["folder"]),
-                            {"dtype": setting.model["dtype"], **keys})
-            found, whole_s, others = timed([*XGPT, "submit", str(job), "--json"])
-            metrics = json.loads(found)
-            results = floor.read_lines(folder / "out" / "results.jsonl")
-            counts = [row["output_tokens"] for row in results]
-            return Outcome(
-                version="this commit", run_s=metrics["wall_s"]["measured"], whole_s=whole_s,
-                output_tokens=sum(counts), others_share=others,
-                is_exact=counts == [query.output_tokens for query in setting.queries])
+            return run_xgpt(setting, folder, keys)
 
         contenders.append(Contender(name.format(threads=setting.threads), run,
                                     range(rounds + 1), is_xgpt=True))
     return contenders
 
 
-def peer_contenders(setting: Setting, config: dict[str, Any], rounds: int) -> list[Contender]:
+def run_xgpt(setting: Setting, folder: Path, keys: dict[str, Any],
+             sections: dict[str, Any] | None = None) -> Outcome:
+    """`keys` of the job's section `run`; `sections`: others."""
+    job = write_job(folder, setting.queries, str(setting.model["folder"]),
+                    {"dtype": setting.model["dtype"], **keys}, sections or {})
+    found, whole_s, others = timed([*XGPT, "submit", str(job), "--json"])
+    results = floor.read_lines(folder / "out" / "results.jsonl")
+    counts = [len(row.get("logprobs") or ()) if "continuation_ids" in row
+              else row["output_tokens"] for row in results]
+    return Outcome(
+        version="this commit", run_s=json.loads(found)["wall_s"]["measured"], whole_s=whole_s,
+        output_tokens=sum(counts), others_share=others,
+        is_exact=counts == [query.targets or query.output_tokens
+                            for query in setting.queries for _ in range(query.samples)])
+
+
+def peer_contenders(setting: Setting, config: dict[str, Any], rounds: int,
+                    peers: Sequence[Peer] = PEERS) -> list[Contender]:
     model, interpreters = setting.model, config.get("interpreters") or {}
     is_t5 = "t5" in model["name"].lower()
-    wanted, contenders = config.get("peers", [peer.name for peer in PEERS]), []
-    if unknown := set(wanted) - {peer.name for peer in PEERS}:
-        sys.exit(f"{unknown} are none of {[peer.name for peer in PEERS]}")
-    for peer in [peer for peer in PEERS if peer.name in wanted]:
+    wanted, contenders = config.get("peers", [peer.name for peer in peers]), []
+    if unknown := set(wanted) - {peer.name for peer in peers}:
+        sys.exit(f"{unknown} are none of {[peer.name for peer in peers]}")
+    for peer in [peer for peer in peers if peer.name in wanted]:
         folder = model.get(peer.interpreter if peer.is_converted else "folder")
         if peer.interpreter not in interpreters or folder is None or is_t5 > peer.takes_t5:
             continue
@@ -171,7 +180,7 @@ def peer_contenders(setting: Setting, config: dict[str, Any], rounds: int) -> li
                    str(folder), "--workload", str(setting.workload),
                    "--dtype", peer.dtype or model["dtype"],
                    "--threads", str(setting.threads), "--mode", peer.mode,
-                   "--queries", str(len(setting.queries))]
+                   "--queries", str(len(setting.queries)), *peer.more]
 
         def run(_folder: Path, command: list[str] = command) -> Outcome:
             found, whole_s, others = timed(command)

@@ -1,7 +1,8 @@
 """The workload that comparisons share: 200 queries, all there at the start, each of which gives
 exactly its number of tokens; and the job file with which xgpt runs them.
 
-A workload file has lines {"input_ids": [...], "output_len": N}.
+A workload file has lines {"input_ids": [...], "output_len": N}; `samples`: answers a line, drawn;
+`targets`: the last so many inputs are scored, and nothing is written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ QUERIES = 200
 class Query(NamedTuple):
     input_ids: list[int]
     output_tokens: int
+    samples: int = 1
+    targets: int = 0
 
 
 def read_or_draw(file: Path | None) -> list[Query]:
@@ -45,23 +48,37 @@ def draw(rng: np.random.Generator, mean: float, std: float, most: int) -> list[i
 
 
 def write_workload(queries: Sequence[Query], path: Path) -> None:
-    path.write_text("".join(json.dumps({"input_ids": query.input_ids,
-                                        "output_len": query.output_tokens}) + "\n"
-                            for query in queries), encoding="utf-8")
+    path.write_text("".join(json.dumps({
+        "input_ids": query.input_ids, "output_len": query.output_tokens,
+        "samples": query.samples, "targets": query.targets}) + "\n"
+        for query in queries), encoding="utf-8")
 
 
-def write_job(folder: Path, queries: Sequence[Query], model: str, run: dict[str, Any]) -> Path:
-    """job.yaml and its requests: as many tokens a second as there can be, whatever the latency."""
+def write_job(folder: Path, queries: Sequence[Query], model: str, run: dict[str, Any],
+              sections: dict[str, Any]) -> Path:
+    """job.yaml and its requests: as many tokens a second as there can be, whatever the latency.
+    `sections`: more of the job, and other values."""
     (folder / "requests.jsonl").write_text("".join(
-        json.dumps({"id": f"r{i:03d}", "tokens": query.input_ids,
-                    "forced_tokens": query.output_tokens}) + "\n"
+        json.dumps({"id": f"r{i:03d}", **_request(query)}) + "\n"
         for i, query in enumerate(queries)), encoding="utf-8")
-    outputs = np.array([query.output_tokens for query in queries])
-    job = {"name": "peers", "model": model, "cluster": "local",
-           "workload": {"requests": "requests.jsonl", "input_tokens": "from_requests",
-                        "output_tokens": {"mean": float(outputs.mean()),
-                                          "std": float(outputs.std()), "max": int(outputs.max())}},
-           "constraint": {"latency_s": "inf"}, "run": run, "output": "out"}
+    workload: dict[str, Any] = {"requests": "requests.jsonl"}
+    if queries[0].targets:
+        workload["score"] = True
+    else:
+        outputs = np.array([query.output_tokens for query in queries])
+        workload |= {"input_tokens": "from_requests",
+                     "output_tokens": {"mean": float(outputs.mean()), "std": float(outputs.std()),
+                                       "max": int(outputs.max())}}
+    job = {"name": "peers", "model": model, "cluster": "local", "workload": workload,
+           "constraint": {"latency_s": "inf"}, "run": run, "output": "out", **sections}
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
     return path
+
+
+def _request(query: Query) -> dict[str, Any]:
+    if query.targets:
+        return {"tokens": query.input_ids[:-query.targets],
+                "continuation_tokens": query.input_ids[-query.targets:]}
+    drawn = {} if query.samples == 1 else {"samples": query.samples, "temperature": 1.0}
+    return {"tokens": query.input_ids, "forced_tokens": query.output_tokens, **drawn}

@@ -18,6 +18,12 @@ from typing import NamedTuple
 class Query(NamedTuple):
     input_ids: list[int]
     output_tokens: int
+    samples: int  # drawn where there are several
+    targets: int  # the last so many inputs are scored, and nothing is written
+
+    @property
+    def given_tokens(self) -> int:
+        return self.targets or self.output_tokens * self.samples
 
 
 class Arguments(NamedTuple):
@@ -26,6 +32,8 @@ class Arguments(NamedTuple):
     dtype: str
     threads: int
     mode: str  # which of the peer's ways of running it
+    is_cached: bool  # whether prefixes are kept
+    kv_tokens: int | None  # room of the KV cache
 
 
 def read_arguments(modes: Sequence[str] = ("default",)) -> Arguments:
@@ -37,10 +45,14 @@ def read_arguments(modes: Sequence[str] = ("default",)) -> Arguments:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--mode", choices=modes, default=modes[0])
+    parser.add_argument("--caching", action="store_true", help="keep prefixes")
+    parser.add_argument("--kv-tokens", type=int, help="room of the KV cache")
     given = parser.parse_args()
     rows = [json.loads(line) for line in given.workload.open(encoding="utf-8")]
-    queries = [Query(row["input_ids"], row["output_len"]) for row in rows[:given.queries]]
-    return Arguments(given.model, queries, given.dtype, given.threads, given.mode)
+    queries = [Query(row["input_ids"], row["output_len"], row.get("samples", 1),
+                     row.get("targets", 0)) for row in rows[:given.queries]]
+    return Arguments(given.model, queries, given.dtype, given.threads, given.mode,
+                     given.caching, given.kv_tokens)
 
 
 class Report:
@@ -55,7 +67,7 @@ class Report:
     def end(self, version: str, queries: Sequence[Query], counts: Sequence[int]) -> None:
         """Prints the line. `counts`: tokens that came, query by query."""
         run_s = time.perf_counter() - self._begun
-        wanted = [query.output_tokens for query in queries]
+        wanted = [query.given_tokens for query in queries]
         print(json.dumps({
             "version": version, "load_s": self._begun - self._made, "run_s": run_s,
             "output_tokens": sum(counts), "is_exact": list(counts) == wanted}), flush=True)
