@@ -356,7 +356,7 @@ class Rooms:
         while room.is_over:
             if prefixes.let_go():
                 self._set_budgets()
-            elif len(others) > 1:
+            elif room.at_work and len(others) > 1:  # none: other groups' prefixes exceed the budget
                 new = room.evict()
                 del self.room_of[new.query]
                 waiting.appendleft(new)

@@ -109,7 +109,9 @@ class RraRule:
         assert controls.encode_batch >= 1 and controls.decode_iterations >= 1, f"{controls = }"
         assert self._chunks is not None or not controls.encode_chunk, f"{controls = }"
         assigned = self._chunks.waiting() if self._chunks else []
-        most = max((query.reserve for query in (*self.waiting, *assigned)), default=0)
+        # each group has a share of a request's prefixes
+        most = max((query.reserve + math.ceil(query.shared / self.num_groups)
+                    for query in (*self.waiting, *assigned)), default=0)
         assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
         self.changes.append((phase, controls))
 

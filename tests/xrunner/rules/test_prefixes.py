@@ -1,5 +1,6 @@
 """Rules that share prefixes, driven without a model: what each step reads must be in the cache."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -7,12 +8,12 @@ import pytest
 
 from xgpt.core.controls import Admission, Forecasting
 from xgpt.core.prefixes import Prefixes
-from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.iteration import OrcaRule, StepLimits
 from xrunner.rules.paged import sarathi, vllm
 from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.room import Rooms
 from xrunner.rules.rra import RraRule
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, withdraw_waiting
 
 BLOCK = 16
 MAKES = {
@@ -169,3 +170,90 @@ def test_of_two_idle_prefixes_the_one_needed_later_goes():
     done = Driver(rule, prefixes, [105] * 5, [2] * 5, [2] * 5).run()
     assert [step.released for step in done.steps if step.released] == [(0,), (2,), (1,)]
     assert done.encoded == 4 * 100 + 5 * 5, "prefix 0 is encoded twice"
+
+
+class Restless(Driver):
+    """Requests come late, some are withdrawn, and limits change; what lives is counted anew."""
+
+    def __init__(self, rng, *job) -> None:
+        rule, prefixes, self.inputs, self.outputs, self.caps = job
+        super().__init__(rule, prefixes, [], [], [])
+        self.rng, self.inputs, self.outputs = rng, job[2], job[3]
+        self.written = [0] * len(self.inputs)
+        self.coming, self.there = list(range(len(self.inputs))), set()
+
+    def run(self) -> "Restless":
+        turns = 0
+        while self.coming or self.rule.next_group() is not None:
+            self.come()
+            self.check_line()
+            group = self.rule.next_group()
+            if group is None:
+                continue
+            turns += 1
+            assert turns < 20_000, "the rule decides nothing any more"
+            for query in [q for q, own in self.group_of.items() if own == group
+                          and self.written[q] >= self.outputs[q]]:
+                self.rule.finish(query)
+                self.there.remove(query)
+                del self.group_of[query], self.decoding[query], self.cached[query]
+            if self.rng.random() < 0.05:
+                self.change()
+            step = self.rule.decide()
+            if step is not None:
+                self.execute(step)
+        assert self.written == self.outputs
+        assert self.rule.rooms.held == 0 and not self.rule.rooms.prefixes.living
+        return self
+
+    def come(self) -> None:
+        some = int(self.rng.integers(8)) if self.rng.random() < 0.5 else 0
+        for query in self.coming[:some]:
+            assert self.rule.submit(query, self.inputs[query] + self.caps[query],
+                                    self.inputs[query])
+            self.there.add(query)
+        del self.coming[:some]
+        if self.rng.random() < 0.1:
+            taken = withdraw_waiting(self.rule, int(self.rng.integers(1, 8)))
+            self.there -= {*taken}
+            self.coming = taken + self.coming
+
+    def change(self) -> None:
+        rule = self.rule
+        if not isinstance(rule, RraRule):
+            return rule.change(StepLimits(
+                max_active=int(self.rng.integers(rule.num_groups, 10)),
+                token_budget=rule.token_budget and int(self.rng.integers(16, 33))),
+                phase=rule.next_phase)
+        most = max(a + b for a, b in zip(self.inputs, self.caps, strict=True))
+        rule.change(replace(
+            rule.controls, group_kv_tokens=int(self.rng.integers(most, 3 * most)),
+            encode_batch=int(self.rng.integers(1, 8)),
+            decode_iterations=int(self.rng.integers(1, 6))),
+            phase=max([rule.next_phase, *[phase for phase, _ in rule.changes]]))
+
+    def check_line(self) -> None:
+        shared, left, at_work = self.rule.rooms.prefixes, set(), set()
+        for query in self.there:
+            left.update(self.prefixes.chain(self.prefixes.nodes[query]))
+        for query in self.rule.rooms.room_of:
+            at_work.update(self.prefixes.chain(self.prefixes.nodes[query]))
+        assert at_work <= set(shared.living) <= left
+        assert shared.tokens == int(self.prefixes.own_tokens[[*shared.living]].sum())
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_whatever_comes_goes_and_changes_every_request_ends(name):
+    for seed in range(100):
+        Restless(np.random.default_rng(seed), *case(seed, name)).run()
+
+
+def test_a_budget_below_the_prefixes_at_work_evicts_none_of_another_group():
+    prefixes = Prefixes(parents=np.full(3, -1), ends=np.full(3, 200), nodes=np.arange(3),
+                        block_tokens=BLOCK)
+    rule = RraRule(encode_batch=3, decode_iterations=2, num_groups=3, max_active=3, kv_tokens=900)
+    rule.rooms = Rooms.even(3, 900, Admission(rule="greedy"))
+    rule.change(replace(rule.controls, group_kv_tokens=130), phase=1)
+    done = Driver(rule, prefixes, [205] * 3, [9] * 3, [15] * 3).run()
+    assert [(step.group, step.evicted) for step in done.steps if step.evicted] == [
+        (0, (0,)), (1, (1,))]
