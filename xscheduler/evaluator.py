@@ -202,6 +202,7 @@ def in_run_order(problem: Problem, estimate: Estimate, lengths: QueryLengths) ->
     if asked.order == "auto":
         return np.arange(len(lengths.inputs))
     window = window_of(asked, estimate.figures.encode_batch, lengths.prefixes)
-    if asked.order in SHARING_ORDERS and problem.num_queries:  # of all, some of which are replayed
+    if asked.order in SHARING_ORDERS and asked.window and problem.num_queries:
+        # of all requests, some of which are replayed
         window = math.ceil(window * min(len(lengths.inputs) / problem.num_queries, 1.0))
     return run_order(asked.order, window, lengths, problem.seed)

@@ -2,15 +2,15 @@
 ones: that bounds how long a request waits, and how many results wait for an earlier one, since
 results are written in the input's order.
 
-Two orders keep requests together that share a prefix. `prefix` takes the forest of prefixes depth
-first. Groups that write most per encoded token come first, so that their decoding mixes with the
-encoding of others (BatchLLM, arXiv 2412.03594). `blend` mixes groups that compute with groups that
-read the KV cache (BlendServe, arXiv 2411.16102)."""
+Two orders keep requests together that share a prefix. `prefix` takes the prefixes depth first,
+those first whose requests write most per encoded token (BatchLLM, arXiv 2412.03594). `blend` mixes
+prefixes that compute with such that read the KV cache (BlendServe, arXiv 2411.16102)."""
 
 import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -104,14 +104,11 @@ def saved_tokens(prefixes: Prefixes, window: int) -> int:
 def shared_window(prefixes: Prefixes) -> int:
     """The smallest window, LEAST_SHARED requests times a power of two, that saves nearly what the
     whole job as one window saves; 0: none does."""
-    count, found = len(prefixes.nodes), 0
-    least = _KEPT * saved_tokens(prefixes, max(count, 1))
-    doublings = max((count - 1) // LEAST_SHARED, 0).bit_length()
-    for window in (LEAST_SHARED << one for one in reversed(range(doublings))):
-        if saved_tokens(prefixes, window) < least:
-            break
-        found = window
-    return found
+    count = max(len(prefixes.nodes), 1)
+    least, windows = _KEPT * saved_tokens(prefixes, count), [
+        LEAST_SHARED << one for one in range(((count - 1) // LEAST_SHARED).bit_length())]
+    enough = [*takewhile(lambda one: saved_tokens(prefixes, one) >= least, windows[::-1])]
+    return enough[-1] if enough else 0
 
 
 class Forest:
@@ -132,10 +129,9 @@ class Forest:
                 found[above] += found[part]
         return np.array(found)
 
-    def above(self, values: ArrayLike,
-              join: Callable[[float, float], float] = operator.add) -> FloatArray:
-        """[parts] sum of the values of each part and of all above it, or what `join` makes."""
-        found = np.asarray(values).tolist()
+    def above(self, values: FloatArray, join: Callable[[float, float], float]) -> FloatArray:
+        """[parts] what `join` makes of the value above and that of each part, from the top on."""
+        found = values.tolist()
         for part, above in enumerate(self.parents):
             if above >= 0:
                 found[part] = join(found[above], found[part])
@@ -148,7 +144,7 @@ class Forest:
     def depth_first(self, keys: FloatArray, window: int) -> IntArray:
         """Indices of the requests, window by window and depth first. Parts with one parent come by
         falling key, equal ones by their first request."""
-        depths, sizes = self.above(np.ones(len(keys))), self.sizes.tolist()
+        depths, sizes = self.above(np.ones(len(keys)), operator.add), self.sizes.tolist()
         places = [0.0] * (len(keys) + 1)  # of the next request; the last: of no parent
         for part in np.lexsort((self._firsts, -keys, self._firsts // window, depths)).tolist():
             above = self.parents[part]
@@ -179,10 +175,10 @@ def _blended(lengths: QueryLengths, own: Prefixes, window: int) -> IntArray:
     whole = Forest(own)
     forest = Forest(_divided(own, whole, density(whole)))
     rows = forest.depth_first(density(forest), window)
-    each = forest.above(forest.parts(computed, forest.own_tokens) / forest.sizes)[len(own.ends):]
-    parts = (rows[first:first + window] for first in range(0, len(rows), window))
-    return np.concatenate([rows[:0], *(part[_from_both_ends(each[part], read[part])]
-                                       for part in parts)])
+    each = forest.above(forest.parts(computed, forest.own_tokens) / forest.sizes, operator.add)
+    parts = [rows[first:first + window] for first in range(0, len(rows), window)]
+    return np.concatenate([rows[:0], *[part[_from_both_ends(
+        each[len(own.ends) + part], read[part])] for part in parts]])
 
 
 def _divided(own: Prefixes, forest: Forest, density: FloatArray) -> Prefixes:
