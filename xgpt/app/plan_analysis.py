@@ -14,7 +14,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import to_json
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.report.figures import plain
+from xgpt.report.figures import percent, plain
 from xgpt.report.table import fact, paragraph, shown_width, table
 from xscheduler.cache_sizing import with_room
 from xscheduler.drift import DriftRow, drift_rows
@@ -22,6 +22,7 @@ from xscheduler.fallback import hint
 from xscheduler.live.fixed_stages import Option
 from xscheduler.live.reschedule import Reschedule, configuration_words, reschedule
 from xscheduler.planner import Horizon, Planner, PlanOptions
+from xscheduler.prefix_curve import SavedShare, saved_shares
 from xscheduler.price import UNCHANGED, Offer, price
 
 
@@ -38,6 +39,7 @@ class PlanAnalysis:
     offers: Sequence[Offer] | None
     drift: Sequence[DriftRow] | None
     ways: Reschedule | None
+    prefixes: Sequence[SavedShare] | None = None
 
     def __str__(self) -> str:
         parts = [] if self.plan is None else [str(self.plan)]
@@ -53,6 +55,8 @@ class PlanAnalysis:
                 break_on_hyphens=False) for offer in self.offers)]))
         if self.drift is not None:
             parts.append(drift_table(self.drift, self.opened.problem.constraint))
+        if self.prefixes is not None:
+            parts.append(_saved_table(self.prefixes))
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +65,8 @@ class PlanAnalysis:
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
             keys["infeasible"] = str(self.infeasible)
-        asked = (("price", self.offers), ("drift", self.drift), ("reschedule", self.ways))
+        asked = (("price", self.offers), ("drift", self.drift), ("reschedule", self.ways),
+                 ("prefixes", self.prefixes))
         return keys | {key: value for key, value in asked if value is not None}
 
     @property
@@ -78,7 +83,8 @@ class PlanAnalysis:
 
 
 def analyze_plan(opened: OpenedJob, options: PlanOptions, *, with_price: bool = False,
-                with_drift: bool = False, deployed: Schedule | None = None) -> PlanAnalysis:
+                 with_drift: bool = False, with_prefixes: bool = False,
+                 deployed: Schedule | None = None) -> PlanAnalysis:
     """Plans the job and makes the requested analyses. `deployed`: the schedule in use, to compare
     with."""
     plans = JobPlanner(opened, options)
@@ -103,7 +109,16 @@ def analyze_plan(opened: OpenedJob, options: PlanOptions, *, with_price: bool = 
     return PlanAnalysis(
         hint="" if infeasible is None else hint(opened.problem, planner.timing), opened=opened,
         horizon=options.horizon, plan=plan, infeasible=infeasible, offers=offers,
-        ways=None if deployed is None else _ways(planner, deployed), drift=drift)
+        ways=None if deployed is None else _ways(planner, deployed), drift=drift,
+        prefixes=saved_shares(opened.problem) if with_prefixes else None)
+
+
+def _saved_table(rows: Sequence[SavedShare]) -> str:
+    """Shares of the input tokens that prefixes save, by the tokens of them that are kept."""
+    header = ("prefix tokens kept", "saved in input order", "saved in prefix order")
+    return table(header, [("all" if row.kept_tokens is None else f"{row.kept_tokens:,}",
+                           percent(row.in_input_order), percent(row.in_prefix_order))
+                          for row in rows], right=(0, 1, 2)) if rows else "no prefix is shared"
 
 
 def _ways(planner: Planner, deployed: Schedule) -> Reschedule:

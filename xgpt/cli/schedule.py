@@ -81,6 +81,8 @@ def _batch_files(job: Job) -> tuple[Path, Path]:
               "memory.")
 @click.option("--drift", "with_drift", is_flag=True,
               help="Sensitivity to output-length drift (takes a minute or two).")
+@click.option("--prefixes", "with_prefixes", is_flag=True,
+              help="Show what shared prefixes save, by the tokens of them that are kept.")
 @click.option("--from", "from_file", type=click.Path(path_type=Path), metavar="FILE",
               help="Compare with a deployed schedule: keep it, adjust it, or deploy another.")
 @click.option("--gap", metavar="SHARE", callback=_share,
@@ -98,9 +100,9 @@ def _batch_files(job: Job) -> tuple[Path, Path]:
               help="job: for the requests of the file (default if it has any). steady: for a job "
               "that never ends.")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
-             with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
-             max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
-             form: str | None, verbose: bool) -> None:
+             with_price: bool, with_drift: bool, with_prefixes: bool, from_file: Path | None,
+             gap: float | None, max_nodes: int | None, max_seconds: float | None,
+             horizon: Horizon | None, form: str | None, verbose: bool) -> None:
     """Find the schedule with the highest throughput under the job's latency limit."""
     check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
@@ -109,7 +111,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     opened = open_job(job, Terminal(is_verbose=verbose),
                       "lengths" if options.horizon == "job" else "shape")
     answers = analyze_plan(opened, options, with_price=with_price, with_drift=with_drift,
-                          deployed=deployed)
+                           with_prefixes=with_prefixes, deployed=deployed)
     if out is not None and (recommended := answers.recommended) is not None:
         save_schedule(recommended, out)
         say(f"schedule written to {out}")
