@@ -13,7 +13,7 @@ from xgpt.core.controls import Adjustment
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem, QueryLengths
-from xrunner.rules.order import run_order, window_of
+from xrunner.rules.order import apart, run_order, window_of
 from xrunner.rules.routing import expected_tokens, replica_shares, units_of
 
 STRETCHES = 4  # chosen: parts of a long job that are replayed
@@ -117,13 +117,8 @@ def repeated(queries: QueryLengths, count: int, rng: np.random.Generator) -> Que
     prefixes, total = queries.prefixes, len(queries.inputs)
     assert prefixes is not None
     runs, rows = np.divmod(stretches(total, count) if count < total else np.arange(count), total)
-    size, nodes, roots = len(prefixes.ends), prefixes.nodes[rows], np.arange(len(prefixes.ends))
-    while len(above := np.flatnonzero(prefixes.parents[roots] >= 0)):
-        roots[above] = prefixes.parents[roots[above]]
-    copies = runs + (rows >= rng.integers(total, size=size)[roots][nodes])
-    number = int(runs[-1]) + 2
-    parents = np.tile(prefixes.parents, number)
-    return replace(queries.take(rows), prefixes=replace(
-        prefixes, ends=np.tile(prefixes.ends, number), parents=np.where(
-            parents >= 0, parents + np.repeat(np.arange(number) * size, size), -1),
-        nodes=np.where(nodes >= 0, nodes + copies * size, -1)))
+    tops, own = prefixes.nodes[rows], prefixes[rows]
+    while len(above := np.flatnonzero((tops >= 0) & (prefixes.parents[tops] >= 0))):
+        tops[above] = prefixes.parents[tops[above]]
+    renewed = rng.integers(total, size=len(prefixes.ends))[tops]
+    return replace(queries.take(rows), prefixes=apart(own, runs + (rows >= renewed)))

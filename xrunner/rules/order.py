@@ -77,10 +77,15 @@ def _shuffled(count: int, window: int, seed: int) -> Iterator[int]:
 
 
 def in_windows(prefixes: Prefixes, window: int) -> Prefixes:
-    """The forest of requests that share within windows of `window` requests only: each prefix is
-    there once for each window that has a request of it."""
-    count, rows = len(prefixes.ends), np.arange(len(prefixes.nodes))
-    own = np.where(prefixes.nodes >= 0, rows // window * count + prefixes.nodes, -1)
+    """The forest of requests that share within windows of `window` requests only."""
+    return apart(prefixes, np.arange(len(prefixes.nodes)) // window)
+
+
+def apart(prefixes: Prefixes, parts: IntArray) -> Prefixes:
+    """The forest of requests that share within their part only: each prefix is there once for each
+    part that has a request of it. `parts`: of each request, [requests]."""
+    count = len(prefixes.ends)
+    own = np.where(prefixes.nodes >= 0, parts * count + prefixes.nodes, -1)
 
     def above(pairs: IntArray) -> IntArray:
         parents = prefixes.parents[pairs % count]
@@ -93,7 +98,7 @@ def in_windows(prefixes: Prefixes, window: int) -> Prefixes:
         more = more[more >= 0]
     parents, nodes = (np.where(wanted >= 0, np.searchsorted(pairs, wanted), -1)
                       for wanted in (above(pairs), own))
-    return Prefixes(parents=parents, ends=prefixes.ends[pairs % count], nodes=nodes)
+    return replace(prefixes, parents=parents, ends=prefixes.ends[pairs % count], nodes=nodes)
 
 
 def saved_tokens(prefixes: Prefixes, window: int) -> int:
