@@ -4,13 +4,13 @@ for a finite job."""
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.constraint import Metric
-from xgpt.core.controls import SHARING_ORDERS, forecasting_of
+from xgpt.core.controls import forecasting_of
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray, IntArray, synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
@@ -164,18 +164,16 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
 def evenly_spread(problem: Problem, lengths: QueryLengths, count: int) -> QueryLengths:
     """Lengths of about `count` of a job's requests, as they are replayed. With shared prefixes they
     are taken _TOGETHER at a time, those of a prefix together."""
-    known = lengths if count == len(lengths.inputs) else _part_of(lengths, count)
+    total = len(lengths.inputs)
+    if count == total:
+        known = lengths
+    elif lengths.prefixes is None:
+        known = lengths.take(np.linspace(0, total - 1, count).astype(np.int64))
+    else:
+        is_taken = np.arange(total) // _TOGETHER % -(-total // count) == 0
+        known = lengths.take(np.sort(run_order("prefix", 0, lengths, problem.seed)[is_taken]))
     # each to its own cap: a sampled longer output would be cut
     return replace(known, outputs=known.most_outputs) if problem.observes else known
-
-
-@lru_cache(maxsize=2)  # of a million requests it takes seconds
-def _part_of(lengths: QueryLengths, count: int) -> QueryLengths:
-    total = len(lengths.inputs)
-    if lengths.prefixes is None:
-        return lengths.take(np.linspace(0, total - 1, count).astype(np.int64))
-    is_taken = np.arange(total) // _TOGETHER % -(-total // count) == 0
-    return lengths.take(np.sort(run_order("prefix", 0, lengths, 0)[is_taken]))
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
@@ -202,7 +200,4 @@ def in_run_order(problem: Problem, estimate: Estimate, lengths: QueryLengths) ->
     if asked.order == "auto":
         return np.arange(len(lengths.inputs))
     window = window_of(asked, estimate.figures.encode_batch, lengths.prefixes)
-    if asked.order in SHARING_ORDERS and asked.window and problem.num_queries:
-        # of all requests, some of which are replayed
-        window = math.ceil(window * min(len(lengths.inputs) / problem.num_queries, 1.0))
     return run_order(asked.order, window, lengths, problem.seed)
