@@ -26,8 +26,10 @@ from safetensors.torch import save_file
 from vllm_jobs import engine_of, vllm_job
 
 from xgpt.app.opened_job import open_file
+from xgpt.core.prefixes import Prefixes, in_blocks
 from xgpt.core.problem import Problem
 from xgpt.core.schedule_file import load_schedule
+from xgpt.requests.spool import Spool
 from xprofiler.profile import TableKey
 from xprofiler.profile_file import load_profile
 from xrunner.files.launcher_link import load_change_order, read_observed
@@ -128,11 +130,12 @@ def logged(out: Path) -> list[tuple[Any, ...]]:
             for s in read_lines(out / "steps.jsonl")]
 
 
-def steps_of_replay(problem: Problem, out: Path) -> list[tuple[Any, ...]]:
+def steps_of_replay(problem: Problem, out: Path, queries: Sequence[toys.PreparedQuery] = QUERIES,
+                    prefixes: Prefixes | None = None) -> list[tuple[Any, ...]]:
     """The steps of a replay of a run's schedule, with the lengths that it had."""
     outputs = [line["output_tokens"] for line in read_lines(out / "results.jsonl")]
     estimate = load_schedule(out / "schedule.json").estimate
-    return whole_steps(replayed(problem, estimate, QUERIES, outputs).pools[0])
+    return whole_steps(replayed(problem, estimate, queries, outputs, prefixes).pools[0])
 
 
 def test_a_killed_engine_loses_nothing(tmp_path, toy, vllm_python, cache):
@@ -147,6 +150,46 @@ def test_a_killed_engine_loses_nothing(tmp_path, toy, vllm_python, cache):
     again = submit(job, cache, by_data_sheets.COMMAND)
     assert again["status"] == "done" and results.read_bytes().startswith(first)
     assert answers(tmp_path / "out") == {q.id: toys.generate(model, q) for q in QUERIES}
+
+
+SHARED = tuple((5 * i) % 90 + 6 for i in range(68))
+FEW_SHOT = [replace(query, input_ids=SHARED + query.input_ids) for query in QUERIES]
+
+
+def few_shot(folder: Path, model: Path, python: str, schedule: str) -> Path:
+    """A job of requests that share 68 tokens, two blocks of 32."""
+    return vllm_job(folder, model, python, as_requests(FEW_SHOT), schedule + ", order: input",
+                    "engine_args: {block_size: 32}, ")
+
+
+@pytest.mark.parametrize("schedule", [
+    "policy: sarathi, max_active: 7, token_budget: 40",
+    "policy: rra, encode_batch: 5, decode_iterations: 4, encode_chunk: 0"])
+def test_a_prefix_is_encoded_once_and_answers_stay(tmp_path, toy, vllm_python, cache, schedule):
+    folder, model = toy
+    job, out = few_shot(tmp_path, folder, vllm_python, schedule), tmp_path / "out"
+    shared = submit(job, cache, by_data_sheets.COMMAND)["prefixes"]
+    assert answers(out) == {q.id: toys.generate(model, q) for q in FEW_SHOT}
+    forest, problem = Spool(out).prefixes, open_file(job).problem
+    assert forest is not None and set(forest.shared) == {68}
+    prefixes = in_blocks(forest, 32, is_whole=True)
+    assert logged(out) == steps_of_replay(problem, out, FEW_SHOT, prefixes)
+    every = sum(len(q.input_ids) for q in FEW_SHOT)
+    assert set(shared["encoded_tokens"].values()) == {every - 64 * (len(FEW_SHOT) - 1)}
+
+
+def test_a_kill_while_a_prefix_lives_loses_nothing(tmp_path, toy, vllm_python, cache):
+    folder, model = toy
+    job = few_shot(tmp_path, folder, vllm_python, "policy: sarathi, max_active: 2, token_budget: 8")
+    results = tmp_path / "out" / "results.jsonl"
+    stopped_under_way(
+        ["submit", job, "--json", *sets("run.restarts=0")], results, cache, count=3,
+        number=signal.SIGKILL, whom=lambda pid: engine_of(pid) or 0, xgpt=by_data_sheets.COMMAND)
+    first = results.read_bytes()
+    again = submit(job, cache, by_data_sheets.COMMAND)
+    assert again["status"] == "done" and results.read_bytes().startswith(first)
+    assert [line["id"] for line in read_lines(results)] == [q.id for q in FEW_SHOT]
+    assert answers(tmp_path / "out") == {q.id: toys.generate(model, q) for q in FEW_SHOT}
 
 
 def test_arguments_are_held_to_those_of_the_installed_version(tmp_path, toy, vllm_python, cache):

@@ -105,7 +105,8 @@ def _planned(queries: QueryLengths, job: Job, model: ModelSpec, device: Device) 
     if (prefixes is None or job.adjustment.prefixes == OFF or job.run.engine not in SHARING_ENGINES
             or job.run.kv_layout == "rows" or model.is_encoder_decoder):
         return None
-    return in_blocks(prefixes, KV_BLOCK_TOKENS[device.kind], is_whole=job.plan_engine != OWN_ENGINE)
+    block_tokens = job.run.engine_args.get("block_size") or KV_BLOCK_TOKENS[device.kind]
+    return in_blocks(prefixes, int(block_tokens), is_whole=job.plan_engine != OWN_ENGINE)
 
 
 def _without_reserve(cluster: Cluster, job: Job) -> Cluster:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from xgpt.core.cluster import KV_BLOCK_TOKENS
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.policies import policies, policy
@@ -42,7 +43,7 @@ def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def block_tokens(arguments: Mapping[str, Any], device_kind: str) -> int:
     """Number of tokens in a KV block: the job's, or vLLM's defaults for CPUs and GPUs."""
-    return int(arguments.get("block_size") or (128 if device_kind == "cpu" else 16))
+    return int(arguments.get("block_size") or KV_BLOCK_TOKENS[device_kind])
 
 
 def rank_of(folder: Path) -> int:

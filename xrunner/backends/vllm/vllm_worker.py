@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xgpt.core.prefixes import Prefixes, in_blocks
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.requests.chat import has_form
+from xgpt.requests.spool import Spool
 from xrunner.backends.executor import DecoderOnly
 from xrunner.backends.vllm.core import CoreSettings, EngineCore, Token, await_grammar, parameters_of
-from xrunner.backends.vllm.row import QUIET, TOOL_PARSER, engine_arguments
+from xrunner.backends.vllm.row import QUIET, TOOL_PARSER, block_tokens, engine_arguments
 from xrunner.backends.vllm.tool_calls import ToolCallFinder
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.messages import StartMessage, StepMessage
@@ -52,6 +54,7 @@ from xrunner.rank.lifecycle import (
 )
 from xrunner.rank.world import World, connect
 from xrunner.rules.changes import Changeable
+from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import StepKind, rules_for
@@ -78,8 +81,11 @@ def run(plan: RunPlan, world: World) -> None:
         active = heads[0].requests.active[query]
         return active.tokens(0, count), count - active.input_tokens
 
+    prefixes = sink.sharing.prefixes = _shared_prefixes(plan)
+    set_prefixes(rule, prefixes)
+
     def make_core(message: StartMessage) -> EngineCore:
-        return EngineCore(settings_of(plan, schedule, message,
+        return EngineCore(settings_of(plan, schedule, message, prefixes=prefixes,
                                       needs_tokenizer=refusals.are_forms))
 
     heartbeat = Heartbeat(plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name)
@@ -127,6 +133,13 @@ def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
         sink.launcher.begin(order)
 
 
+def _shared_prefixes(plan: RunPlan) -> Prefixes | None:
+    """The prefixes that requests share, in whole blocks; None if they share none."""
+    found = Spool(plan.output).prefixes if plan.shares_prefixes else None
+    return found and in_blocks(found, block_tokens(plan.engine_args, plan.device_kind),
+                               is_whole=True)
+
+
 def _parsed(plan: RunPlan) -> dict[str, Any]:
     """Arguments of RunSink that find tool calls, if the job names a parser."""
     parser = plan.engine_args.get(TOOL_PARSER)
@@ -134,9 +147,11 @@ def _parsed(plan: RunPlan) -> dict[str, Any]:
 
 
 def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
-                needs_tokenizer: bool = False) -> CoreSettings:
-    """Settings of vLLM for as many requests as the rule has at once."""
+                needs_tokenizer: bool = False, prefixes: Prefixes | None = None) -> CoreSettings:
+    """Settings of vLLM for as many requests as the rule has at once, and prefixes beside them."""
     queries = message.slots * message.num_groups
+    most_tokens = queries * message.capacity + (
+        0 if prefixes is None else int(prefixes.own_tokens.sum()))
     spec = read_spec(plan.model_dir, plan.model_name)
     return CoreSettings(
         model_dir=plan.model_dir, dtype=plan.dtype, threads=plan.threads_per_rank,
@@ -145,8 +160,9 @@ def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
         max_tokens=min(message.capacity + 1, spec.max_positions or message.capacity + 1),
         kv_token_bytes=(spec.kv_elements_per_token_layer * spec.num_layers
                         * DTYPE_BYTES[plan.dtype]),
-        kv_tokens=min(schedule.deployment.kv_tokens, queries * message.capacity),
-        needs_tokenizer=needs_tokenizer, arguments=plan.engine_args)
+        kv_tokens=min(schedule.deployment.kv_tokens, most_tokens),
+        has_prefixes=prefixes is not None, needs_tokenizer=needs_tokenizer,
+        arguments=plan.engine_args)
 
 
 def version_words() -> str:
