@@ -42,25 +42,29 @@ def forest_of(rng, size):
                     block_tokens=int(rng.choice([1, 16, 128])), is_whole=bool(rng.random() < 0.2))
 
 
+def with_prefixes(rng, queries):
+    """Requests with prefixes and short parts of their own."""
+    size = len(queries.inputs)
+    prefixes = forest_of(rng, size)
+    inputs = prefixes.shared + rng.integers(1, 60, size)
+    outputs = np.minimum(queries.outputs, LONGEST - inputs)
+    most = np.minimum(outputs + rng.integers(0, 40), LONGEST - inputs)
+    return replace(queries, inputs=inputs, outputs=outputs, most_outputs=most, prefixes=prefixes)
+
+
 def sharing(seed, name, admission):
     """(problem, timing, estimate, lengths), and a function that makes the rule of a job with shared
     prefixes."""
     rng = np.random.default_rng(seed)
     problem, timing, estimate, queries = drawn(
         rng, "opt-13b", "rra", (20, 160), encode_batch=4, decode_iterations=9)
-    size = len(queries.inputs)
-    prefixes = forest_of(rng, size)
-    inputs = prefixes.shared + rng.integers(1, 60, size)
-    outputs = np.minimum(queries.outputs, LONGEST - inputs)
-    most = np.minimum(outputs + rng.integers(0, 40), LONGEST - inputs)
-    queries = replace(queries, inputs=inputs, outputs=outputs, most_outputs=most,
-                      prefixes=prefixes)
+    queries = with_prefixes(rng, queries)
     estimate = replace(estimate, controls=replace(estimate.controls, admission=admission))
 
     def make():
-        rule = tight_of(name, np.random.default_rng(seed), inputs.mean(), admission)
+        rule = tight_of(name, np.random.default_rng(seed), queries.inputs.mean(), admission)
         set_forecaster(rule, forecaster_of(problem, admission.forecast))
-        set_prefixes(rule, prefixes)
+        set_prefixes(rule, queries.prefixes)
         return rule
 
     return (problem, timing, estimate), queries, make
@@ -101,6 +105,24 @@ def what_happened(steps, queries):
             elif start.node >= 0 and start.first == ends[start.node] and start.first % size:
                 seen.add("in a block")
     return seen
+
+
+@pytest.mark.parametrize(("policy", "controls"), [
+    ("rra", {"encode_batch": 9, "decode_iterations": 5, "encode_chunk": 0}),
+    ("rra", {"encode_batch": 9, "decode_iterations": 5, "encode_chunk": 40}),
+    ("orca", {"max_active": 30}), ("vllm", {"max_active": 30, "token_budget": 400}),
+    ("sarathi", {"max_active": 30, "token_budget": 64})])
+def test_times_without_steps_are_those_with_steps(policy, controls):
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        *job, queries = drawn(rng, "opt-13b", policy, (60, 160), **controls)
+        queries = with_prefixes(rng, queries)
+        result = Replayer(*job).run(queries)
+        bare = Replayer(*job, has_steps=False).run(queries)
+        assert not bare.pools and any(step.starts for step in result.pools[0].steps)
+        np.testing.assert_array_equal(bare.times.last_token_s, result.times.last_token_s)
+        apart = Replayer(*job).run(replace(queries, prefixes=None))
+        assert result.pools[0].tokens.sum() < apart.pools[0].tokens.sum()
 
 
 def test_a_request_whose_own_part_never_fits_is_named_in_the_same_words(monkeypatch):
