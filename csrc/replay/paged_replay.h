@@ -47,7 +47,8 @@ private:
     void either(Group &group, int64_t g) {
         int64_t left = facts_.budget;
         while (num_waiting()) {
-            const int64_t tokens = to_encode(line_[next_]);
+            const int64_t next = line_[next_], extra = shared_ ? shared_->to_encode({next}) : 0;
+            const int64_t tokens = this->tokens(next) + extra;
             if (!joined_.empty() && tokens > left) break;
             const int64_t q = admitted(group, group.slots, true);
             if (q < 0) break;

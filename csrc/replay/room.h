@@ -63,8 +63,7 @@ public:
         requests_ = &requests;
         starting_.assign(terms.unit, 0);
     }
-    /* Whether somebody must be evicted before the next decode step. */
-    bool is_short() const { return active > 1 && is_over(); }
+    /* Whether the next decode step exceeds the budget. */
     bool is_over() const { return terms_.evicts && held + needed() > terms_.tokens; }
     void resize(int64_t tokens) { terms_.tokens = tokens; }
     /* Whether those at work keep within a budget, by their forecasts. */

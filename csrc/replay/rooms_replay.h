@@ -70,12 +70,6 @@ protected:
     int64_t tokens(int64_t q) const { return requests_.tokens(q); }
     /* As `tokens`, but one less of an evicted one if encoding gives no token. */
     int64_t context(int64_t q) const { return inputs_[q] + queries[q].made; }
-    /* Input tokens of the request in shared prefixes. */
-    int64_t shared(int64_t q) const { return inputs_[q] - requests_.inputs[q]; }
-    /* Rooms.to_encode */
-    int64_t to_encode(int64_t q) {
-        return tokens(q) + (shared_ ? shared_->to_encode({q}) : 0);
-    }
 
     /* ContinuousRule.next_group */
     int64_t next_in_turn() const {
@@ -106,14 +100,16 @@ protected:
     }
     /* Rooms.make_room; a partly encoded request starts at its first chunk again. */
     void make_room(Group &group) {
-        while (shared_ ? is_short_of_shared(group) : group.room.is_short()) {
-            const int64_t q = group.room.evict();
-            line_[--next_] = q;
-            moved_.push_back(q);
-            if (q == group.part) group.part = -1;
-            if (!shared_) continue;
-            shared_->evict(q);
-            set_budgets();
+        while (group.room.is_over()) {
+            if (!shared_ || !shared_->let_go()) {
+                if (!may_evict(group)) return;
+                const int64_t q = group.room.evict();
+                line_[--next_] = q;
+                moved_.push_back(q);
+                if (q == group.part) group.part = -1;
+                if (shared_) shared_->evict(q);
+            }
+            if (shared_) set_budgets();
         }
     }
     /* Encodes chunks of at most `left` tokens. next() admits a request, -1: none; whole(request)
@@ -137,7 +133,7 @@ protected:
     }
     /* Tokens of its partly encoded request that are left to encode. */
     int64_t left_of(const Group &group) const {
-        return tokens(group.part) + shared(group.part) - group.part_done;
+        return inputs_[group.part] + requests_.all[group.part].written - group.part_done;
     }
     /* Encodes an admitted request in one step. */
     void encode_whole(int64_t q) {
@@ -201,17 +197,12 @@ private:
         set_budgets();
         return true;
     }
-    /* Whether a request must go; idle prefixes go before any. */
-    [[gnu::noinline]] bool is_short_of_shared(const Group &group) {
-        while (group.room.is_over()) {
-            if (!shared_->let_go()) {
-                int64_t active = 0;
-                for (const Group &own : groups_) active += own.room.active;
-                return active > 1;
-            }
-            set_budgets();
-        }
-        return false;
+    /* Whether others are in a request's memory; alone it has room for all that it writes. */
+    bool may_evict(const Group &group) const {
+        return group.room.active > 1 ||
+               (shared_ && std::any_of(groups_.begin(), groups_.end(), [&](const Group &own) {
+                    return &own != &group && own.room.active;
+                }));
     }
     void evict_rows(Group &group, int64_t g) {
         for (int64_t q : moved_) {
