@@ -43,9 +43,12 @@ def with_order(problem: Problem, timing: TimingSource, schedule: Schedule, *,
     if asked.order == "input" or (asked.order == "auto" and not is_free):
         return schedule
     lengths = job_lengths(problem, schedule.estimate)
+    prefixes = None if lengths is None else lengths.prefixes
     if asked.order != "auto":
-        return schedule.changed(order=asked.order, window=window_of(
-            asked, schedule.figures.encode_batch, None if lengths is None else lengths.prefixes))
+        schedule = schedule.changed(order=asked.order, window=window_of(
+            asked, schedule.figures.encode_batch, prefixes))
+        if not is_free or prefixes is None or asked.order not in SHARING_ORDERS:
+            return schedule
     if lengths is None or not len(lengths.inputs):
         return schedule
     try:
@@ -101,8 +104,9 @@ def _trial(replayer: JobReplayer, own: QueryLengths, order: IntArray, total: int
 
 def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
                    lengths: QueryLengths, longer: float) -> Schedule:
-    """The schedule in the quickest order by replays with the same outputs. `lengths`: of all
-    requests, some of which are replayed. `longer`: as of with_order."""
+    """The schedule in the quickest order by replays with the same outputs, or in its own with what
+    that costs. `lengths`: of all requests, some of which are replayed. `longer`: as of
+    with_order."""
     total, is_known = len(lengths.inputs), lengths.outputs is not None or problem.observes
     own = evenly_spread(problem, lengths, min(total, MOST_ORDERED if is_known else MOST_SAMPLED))
     prefixes = lengths.prefixes if schedule.estimate.shares_prefixes else None
@@ -115,12 +119,15 @@ def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
         schedule.bound.limit_s, constraint.limit_s("ttft"), constraint.limit_s("tpot")])
         / schedule.margin.factor)
     seen, chosen, asked = {places.tobytes()}, schedule, problem.adjustment.window
+    is_given = problem.adjustment.order != "auto"
     # of a longer job the replayed part does not show what sorting all of it brings
     tried = [(window, window, TRIED if window or len(places) == total else ("random",))
              for window in ((WINDOW, 0) if asked is None else (asked,))]
     if prefixes is not None:
         window = shared_window(prefixes) if asked is None else asked
         tried.insert(0, (window, math.ceil(window * len(places) / total), SHARING_ORDERS))
+    if is_given:
+        tried = [(*tried[0][:2], (schedule.order,))]
     for window, replayed, names in tried:
         trials = dict[Order, _Trial]()
         for name in names:
@@ -128,16 +135,17 @@ def _in_best_order(problem: Problem, timing: TimingSource, schedule: Schedule,
             if (key := order.tobytes()) not in seen:
                 seen.add(key)
                 found = _trial(replayer, own, order, total, longer)
-                if np.isfinite(found.makespans_s).all() and not (
-                        found.limited_s > limits_s).any():
+                if np.isfinite(found.makespans_s).all() and (
+                        is_given or not (found.limited_s > limits_s).any()):
                     trials[name] = found
         if trials:
             name, found = min(trials.items(), key=lambda one: (
                 one[1].late, one[1].makespans_s.mean()))
-            if found.late < best.late or (
+            if is_given or found.late < best.late or (
                     found.late == best.late and found.saving(best) >= WORTH):
                 best, chosen = found, schedule.changed(
-                    order=name, window=window, order_gain=max(found.saving(first), 0.0),
+                    order=name, window=window,
+                    order_gain=0.0 if is_given else max(found.saving(first), 0.0),
                     reordered=None if name not in SHARING_ORDERS else Reordered(
                         first_s=found.first_s, input_first_s=first.first_s,
                         input_saved=max(1 - first.encoded / float(own.inputs.sum()), 0.0)))

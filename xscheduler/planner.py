@@ -134,8 +134,10 @@ class Planner:
         the order of its search."""
         ordered = Planner(in_chosen_order(self.problem, found), self.timing, self.options,
                           tell=self._tell, watch=self._watch)
-        return ordered.plan(latency_bound_s).changed(
-            order_gain=found.order_gain, reordered=found.reordered)
+        schedule, cost = ordered.plan(latency_bound_s), found.reordered
+        if cost is not None and schedule.reordered is not None:  # the input's order as planned for
+            cost = replace(cost, first_s=schedule.reordered.first_s)
+        return schedule.changed(order_gain=found.order_gain, reordered=cost)
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the limit (by default the problem's) with

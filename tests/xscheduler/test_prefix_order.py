@@ -81,8 +81,9 @@ def test_the_first_results_are_announced():
     assert told.input_saved == pytest.approx(
         1 - encoded(problem, schedule) / problem.queries.inputs.sum())
     asked = replace(problem, adjustment=Adjustment(order="prefix"))
-    found = with_order(asked, roofline_of(problem), schedule)
-    assert (found.order, found.window) == ("prefix", 0)
+    given = with_order(asked, roofline_of(problem), schedule)
+    assert (given.order, given.window, given.order_gain) == ("prefix", 0, 0)
+    assert given.reordered.input_saved == told.input_saved
 
 
 def test_a_latency_limit_that_the_inputs_order_keeps_is_kept():

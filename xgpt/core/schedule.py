@@ -325,7 +325,7 @@ class Schedule:
 
     `order`: in which order requests are run, within windows of `window` requests (0: the whole
     job). `order_gain`: share of the makespan that it saves, where the planner chose it.
-    `reordered`: where that order keeps shared prefixes together; else None."""
+    `reordered`: where the order keeps shared prefixes together; else None."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     estimate: Estimate
