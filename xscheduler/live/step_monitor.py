@@ -353,15 +353,24 @@ class StepMonitor:
 def expected_s(clock: StepClock, step: Step) -> list[float]:
     """[stages] expected seconds of a step. Its inputs are assumed to be equally long."""
     tokens = max(step.tokens - step.decoded, 0)
-    spans = []
-    if tokens and step.input_tokens > 0:
-        count = max(round(tokens / step.input_tokens), 1)
-        base, odd = divmod(tokens, count)
-        spans = [(0, base + (i < odd)) for i in range(count)]
+    spans = _equal_spans(step, tokens, clock.max_context) if (
+        tokens and step.input_tokens > 0) else []
     encoded = step.queries - step.decoded if spans else 0
     return clock.seconds(StepSizes(
         spans=spans, tokens=tokens if spans else 0, encoded=max(encoded, 0), decoded=step.decoded,
         context=step.context_tokens, longest=float(step.longest_context), moved=0.0, handed=0))
+
+
+def _equal_spans(step: Step, tokens: int, most: int) -> list[tuple[int, int]]:
+    """(first token, number) of equal parts of inputs with as many `tokens` and attention pairs as
+    the step encodes. most: tokens of the longest request."""
+    count, first = max(round(tokens / step.input_tokens), 1), 0
+    if step.input_tokens > tokens or tokens > count * most:  # they begin behind shared tokens
+        count = max(step.queries - step.decoded, -(-tokens // most), 1)
+        first = max(round((step.input_tokens - tokens / count) / 2), 0)
+    base, odd = divmod(tokens, count)
+    first = max(min(first, most - base - 1), 0)
+    return [(first, base + (i < odd)) for i in range(count)]
 
 
 def _expected_s(steps: Sequence[Ratio]) -> float:

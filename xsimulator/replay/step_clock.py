@@ -58,7 +58,7 @@ class StepClock:
 
     def __init__(self, times: StageTimes, *, max_context: int) -> None:
         """max_context: most tokens of a request, input and output."""
-        self._times = times
+        self._times, self.max_context = times, max_context
         # whether each decoded row costs the longest context of its group
         self._is_padded = times.layers.timing.facts.is_padded
         is_encoder_decoder = times.is_encoder_decoder

@@ -12,6 +12,8 @@ from problems import estimate_of, roofline_of, toy_problem
 from watched_jobs import steps_of
 
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
+from xrunner.files.heartbeat import ReportedStep
+from xrunner.step_record import equal_input_tokens
 from xscheduler.live.observations import Observation, joint_lengths, length_drift, observed_lengths
 from xscheduler.live.step_monitor import (
     LASTING_S,
@@ -22,7 +24,9 @@ from xscheduler.live.step_monitor import (
     StepDrift,
     StepMonitor,
     StepSample,
+    expected_s,
 )
+from xsimulator.replay.step_clock import StepClocks, StepSizes
 
 _FAST = toy_problem(per_node=2)
 PROBLEM = replace(_FAST, cluster=replace(_FAST.cluster, device=replace(
@@ -254,3 +258,15 @@ def test_inputs_stay_with_their_outputs_where_the_two_are_correlated():
     assert together.inputs.mean == pytest.approx(like.mean(), rel=0.08)
     assert together.outputs.num_samples == apart.outputs.num_samples < 300
     assert apart.pairs is None and apart.inputs is planned.inputs
+
+
+@pytest.mark.parametrize("spans", [
+    [(0, 40)] * 3, [(60, 20)] * 4, [(75, 5)], [(79, 1)] * 5, [(0, 80), (64, 16)], [(0, 2)] * 9])
+def test_a_step_is_timed_by_what_it_encodes_behind_shared_tokens(spans):
+    """Of requests of at most 80 tokens, some of which are in the cache when they begin."""
+    clock = StepClocks(PROBLEM, TIMING).of(ESTIMATE.deployment.pools[0].stages, 80)
+    tokens = sum(count for _, count in spans)
+    step = ReportedStep("encode", len(spans), tokens, 0, 0.0, 0, equal_input_tokens(spans), 1.0)
+    wanted = clock.seconds(StepSizes(spans=spans, tokens=tokens, encoded=len(spans), decoded=0,
+                                     context=0.0, longest=0.0, moved=0.0, handed=0))
+    assert expected_s(clock, step) == pytest.approx(wanted, rel=1e-3)
