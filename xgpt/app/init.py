@@ -10,7 +10,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -20,9 +20,11 @@ from typing import Any
 import yaml
 
 from xgpt.app.models import ModelCheck, parameters_in_words
+from xgpt.app.opened_job import open_job
+from xgpt.app.teller import LogTeller
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
-from xgpt.core.errors import InputError, wrong
+from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import output_room
 from xgpt.core.system.machine import available_memory_bytes, detect, usable_cores
@@ -37,6 +39,7 @@ from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request, RequestError, Terms
 from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles, opened
 from xrunner.checkpoint.source import model_at_hand
+from xscheduler.prefix_curve import SavedShare, saved_shares
 
 MOST_READ = 50_000  # entries: enough for their lengths
 _MOST_SAMPLED = 50  # rows, to describe a column
@@ -295,6 +298,16 @@ def write_new_job(job: NewJob) -> None:
         raise wrong("command line", "JOB.yaml", str(job.path),
                     f"a file that can be written: {cause.strerror}") from None
     load_job(job.path)
+
+
+def shared_in(path: Path) -> Sequence[SavedShare]:
+    """Shares of a job's input tokens that its prefixes save; () if prompts share none, or are texts
+    whose model is not on this machine."""
+    job = load_job(path)
+    with suppress(XgptError):
+        if catalog.model_named(job.model) is not None or model_at_hand(job.model) is not None:
+            return saved_shares(open_job(job, LogTeller(), "lengths").problem)
+    return ()
 
 
 def text_of(job: NewJob) -> str:

@@ -56,7 +56,7 @@ class PlanAnalysis:
         if self.drift is not None:
             parts.append(drift_table(self.drift, self.opened.problem.constraint))
         if self.prefixes is not None:
-            parts.append(_saved_table(self.prefixes))
+            parts.append(saved_table(self.prefixes))
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def analyze_plan(opened: OpenedJob, options: PlanOptions, *, with_price: bool = 
         prefixes=saved_shares(opened.problem) if with_prefixes else None)
 
 
-def _saved_table(rows: Sequence[SavedShare]) -> str:
+def saved_table(rows: Sequence[SavedShare]) -> str:
     """Shares of the input tokens that prefixes save, by the tokens of them that are kept."""
     header = ("prefix tokens kept", "saved in input order", "saved in prefix order")
     return table(header, [("all" if row.kept_tokens is None else f"{row.kept_tokens:,}",

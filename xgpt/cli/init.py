@@ -20,11 +20,13 @@ from xgpt.app.init import (
     model_here,
     needs_column,
     refuse_existing,
+    shared_in,
     usual_max_tokens,
     write_new_job,
 )
 from xgpt.app.models import ModelCheck, UnsupportedModel, check_model_named
 from xgpt.app.opened_job import tell_delimiters
+from xgpt.app.plan_analysis import saved_table
 from xgpt.cli.options import check_writable, json_option, print_json
 from xgpt.cli.terminal import Terminal, is_terminal, say, show
 from xgpt.core.errors import wrong
@@ -97,6 +99,8 @@ def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, 
                     "max_tokens": cap, "latency_s": latency_s, "is_executed": check.is_executed})
         return
     show(f"Wrote {job_file}. It explains every key.")
+    if look.is_all and (shares := shared_in(job_file)):
+        show(f"\n{saved_table(shares)}\n")
     if check.is_executed:
         show(f"Next:  xgpt submit {_word(job_file)}")
     else:

@@ -53,8 +53,9 @@ def encoded_tokens(prefixes: Prefixes, input_tokens: IntArray) -> int:
 
 def is_worth_sharing(prefixes: Prefixes, input_tokens: IntArray) -> bool:
     """Whether encoding each prefix once saves enough of a job's tokens."""
-    saved = int(input_tokens.sum()) - encoded_tokens(prefixes, input_tokens)
-    return saved >= max(LEAST_SHARE * input_tokens.sum(), LEAST_EACH * (prefixes.nodes >= 0).sum())
+    total = int(input_tokens.sum())
+    least = max(LEAST_SHARE * total, LEAST_EACH * int((prefixes.nodes >= 0).sum()))
+    return total - encoded_tokens(prefixes, input_tokens) >= least
 
 
 def save_prefixes(path: Path, prefixes: Prefixes) -> None:

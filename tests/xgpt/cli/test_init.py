@@ -73,6 +73,16 @@ def test_the_job_is_planned_as_it_is(folder):
     assert json.loads(planned.stdout)["figures"]["throughput_qps"] > 0
 
 
+def test_it_tells_what_prompts_share(folder):
+    (folder / "q.jsonl").write_text("".join(
+        json.dumps({"tokens": [*range(40), 50 + i, 9]}) + "\n" for i in range(30)))
+    shown = done(init("--prompts", "q.jsonl", "--model", "opt-125m")).stdout
+    table = shown[shown.index("prefix tokens kept"):].splitlines()
+    assert table[2].split() == ["16,384", "92", "%", "92", "%"] and table[5].split()[0] == "all"
+    assert "saved" not in done(init("b.yaml", "--prompts", "reviews.csv", "--model",
+                                    "opt-125m")).stdout
+
+
 def test_on_a_terminal_it_asks_and_proposes(folder, monkeypatch):
     monkeypatch.setattr(module, "can_ask", lambda: True)
     monkeypatch.setattr(module, "model_here", lambda: "opt-125m")
