@@ -12,6 +12,7 @@ from xgpt.core.controls import LEAST_TOKENS, ROUND_ROBIN, SHARING_ORDERS, Adjust
 from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import from_json, to_json
 from xrunner.rules.order import run_order
 from xscheduler.evaluator import evenly_spread, replays_of
 from xscheduler.ordering import in_chosen_order, with_order
@@ -80,6 +81,7 @@ def test_the_first_results_are_announced():
     assert told.first_s > 5 * told.input_first_s
     assert told.input_saved == pytest.approx(
         1 - encoded(problem, schedule) / problem.queries.inputs.sum())
+    assert from_json(to_json(found)) == found and "reordered" not in to_json(schedule)
     asked = replace(problem, adjustment=Adjustment(order="prefix"))
     given = with_order(asked, roofline_of(problem), schedule)
     assert (given.order, given.window, given.order_gain) == ("prefix", 0, 0)

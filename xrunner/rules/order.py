@@ -140,7 +140,7 @@ class Forest:
         for part, above in enumerate(self.parents):
             if above >= 0:
                 found[part] = join(found[above], found[part])
-        return np.array(found)
+        return np.array(found, values.dtype)
 
     def parts(self, of_requests: ArrayLike, of_prefixes: ArrayLike) -> FloatArray:
         """[parts] values."""

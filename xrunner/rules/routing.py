@@ -229,7 +229,7 @@ def units_of(tokens: FloatArray, prefixes: Prefixes | None, replicas: int,
                         lambda above, part: part if above < 0 else above)[count:]
     _, firsts, of = np.unique(tops, return_index=True, return_inverse=True)
     order = np.argsort(firsts)
-    above = np.array(forest.parents)[tops]
+    above = np.array(forest.parents, int)[tops]
     again = prefixes.shared - np.where(above >= 0, np.append(prefixes.ends, 0)[above], 0)
     return Units(np.argsort(order)[of], below[tops[firsts[order]]],
                  float(again.sum() / max(own.sum(), 1.0)))

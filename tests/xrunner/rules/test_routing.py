@@ -238,6 +238,8 @@ def test_who_shares_a_prefix_goes_to_one_replica_and_counts_it_once():
     assert groups == [{0, 2, 4, 6, 8, 10, -1}, {1, 3, 5, 7, 9, 11}]
     assert units_of(tokens, prefixes, 2, ROUND_ROBIN) is None, "dealt as it is asked for"
     assert units_of(tokens, None, 2, LEAST_TOKENS) is None
+    nobody = Router(np.zeros(0), windows=[Window(waiting=4)] * 2, prefixes=prefixes[np.arange(0)])
+    assert nobody.is_done, "a resume that has none left"
 
 
 def test_a_prefix_of_more_than_a_quarter_of_a_share_is_divided():
