@@ -47,7 +47,8 @@ def with_order(problem: Problem, timing: TimingSource, schedule: Schedule, *,
     if asked.order != "auto":
         schedule = schedule.changed(order=asked.order, window=window_of(
             asked, schedule.figures.encode_batch, prefixes))
-        if not is_free or prefixes is None or asked.order not in SHARING_ORDERS:
+        is_shared = prefixes is not None and schedule.estimate.shares_prefixes
+        if not (is_free and is_shared and asked.order in SHARING_ORDERS):
             return schedule
     if lengths is None or not len(lengths.inputs):
         return schedule

@@ -117,6 +117,9 @@ def test_a_policy_that_shares_nothing_weighs_no_order_of_prefixes():
     assert not estimate.shares_prefixes
     found = with_order(problem, roofline_of(problem), schedule_of(problem, estimate))
     assert found.order not in SHARING_ORDERS
+    asked = replace(problem, adjustment=Adjustment(order="blend"))
+    found = with_order(asked, roofline_of(problem), schedule_of(problem, estimate))
+    assert (found.order, found.window, found.reordered) == ("blend", 0, None)
 
 
 @pytest.mark.parametrize("name", ["orca", "sarathi"])
