@@ -45,6 +45,7 @@ class Sharing:
                             ((ends - tokens)[used], -1)):
             self.attended += sign * np.bincount(sizes, minlength=len(self.attended)) / count
         self.attended = self.attended[1:]
+        self._held, self._size = np.cumsum(np.sort(tokens[used])), prefixes.block_tokens
         self._sums = np.concatenate([[0], np.cumsum(self.queries.encoded)])
         self._most = cache(lambda size: int((self._sums[size:] - self._sums[:-size]).max()))
 
@@ -66,6 +67,12 @@ class Sharing:
                                  return_inverse=True)
         return np.array([self._most(size) for size in sizes.tolist()], float)[place]
 
+
+    def slack(self, requests: FloatArray, kv_tokens: FloatArray | float) -> FloatArray:
+        """Tokens of KV blocks that are not full, at most, if so many requests and prefixes of
+        `kv_tokens` lie in them (xrunner.engine.kv.Room)."""
+        most = np.searchsorted(self._held, kv_tokens, side="right")
+        return np.asarray(2 * (requests * self._size + most * (self._size - 1)))
 
     def of_replica(self, problem: Problem, copies: int) -> QueryLengths:
         """The requests of one of so many equal replicas, in the order of a run."""

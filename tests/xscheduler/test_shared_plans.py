@@ -183,7 +183,7 @@ def test_an_order_that_shares_more_is_searched_in_and_copies_get_whole_prefixes(
     rows = drift_rows(problem, roofline_of(problem), given.estimate,
                       search=lambda changed: given.estimate)
     assert next(row for row in rows if row.change == 1).kept.throughput_qps == pytest.approx(
-        given.figures.throughput_qps, rel=0.05)
+        given.figures.throughput_qps, rel=0.1)
 
 
 def test_requests_that_find_their_prefix_encoded_can_be_in_time():

@@ -30,7 +30,7 @@ from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import RoughFigures, Sizes, make_estimate, point_of
-from xsimulator.rough.pace import Pace, Seconds
+from xsimulator.rough.pace import Pace, with_long_steps
 from xsimulator.rough.pool_memory import PoolMemory
 from xsimulator.rough.ranges import MOST_QUERIES, cross_product, grid_of
 from xsimulator.rough.workload import Workload
@@ -97,12 +97,21 @@ class OnePool(ABC):
             kv_tokens=int(found["kv_tokens"])),), tp_degree=plan[0], tp_gpus=plan[1])
         controls, encode_batch, iterations = self._controls(point, groups, found)
         rows, heads = (float(own[0]) for own in sizes)
+        slack = self._slack(np.array(point, float), found["kv_tokens"], found["decode_batch"])
         return make_estimate(self.problem, self.timing, controls, deployment, found, Sizes(
-            pool.memory.by_stage(found["kv_tokens"], rows, heads), encode_batch, iterations, rows,
-            heads))
+            pool.memory.by_stage(found["kv_tokens"] + float(slack), rows, heads), encode_batch,
+            iterations, rows, heads))
 
     def _most_queries(self) -> int:
         return self.problem.num_queries or MOST_QUERIES
+
+    def _slack(self, point: FloatArray, kv_tokens: FloatArray | float,
+               active: FloatArray | float) -> FloatArray | float:
+        """[configs] tokens of memory for blocks that are not full, where prefixes are shared.
+        point: [variables, configs]. active: mean decode batch."""
+        sharing = self._workload.sharing
+        most = point[0] + (active + 3 * np.sqrt(active)) * (self.policy == "rra")
+        return 0.0 if sharing is None else sharing.slack(most, kv_tokens)
 
     @abstractmethod
     def points(self, plan: tuple[int, int]) -> IntArray: ...
@@ -227,13 +236,15 @@ class Rra(OnePool):
     def _finish(self, pool: TimedPool, points: FloatArray,
                 found: dict[str, FloatArray]) -> RoughFigures:
         rows, heads = self._step_sizes(pool, points)
-        if forest := self._workload.forest:  # as many prefixes as fit beside the requests
-            room = pool.memory.most_tokens(self._capacity, rows, heads) - found["kv_tokens"]
-            found["kv_tokens"] += np.floor(np.clip(room, 0.0, forest))
+        forest, wanted = self._workload.forest, found["kv_tokens"]
+        slack = self._slack(points.T, wanted + forest, found["decode_batch"])
+        if forest:  # as many prefixes as fit beside the requests
+            room = pool.memory.most_tokens(self._capacity, rows, heads) - wanted - slack
+            found["kv_tokens"] = wanted + np.floor(np.clip(room, 0.0, forest))
         is_decoded = self.problem.model.is_encoder_decoder  # the first token
         return RoughFigures.from_columns(
             ttft_s=found["encode_s"] + (found["iteration_s"] if is_decoded else 0.0),
-            memory_bytes=pool.memory.fullest(found["kv_tokens"], rows, heads), **found)
+            memory_bytes=pool.memory.fullest(found["kv_tokens"] + slack, rows, heads), **found)
 
     def _kv_tokens(self, each: FloatArray, groups: FloatArray, counted: FloatArray,
                    variance: FloatArray, most_phases: FloatArray) -> FloatArray:
@@ -285,9 +296,8 @@ class Continuous(OnePool):
         active = grid_of(most, fixed.value_of("max_active"), 1.25)
         if self.policy == "orca":
             return cross_product(active)
-        budgets = grid_of(16384, None, 2.0, least=16)
-        if self.policy == "vllm":
-            budgets = sorted({max(own, work.longest_input) for own in budgets})
+        least = work.longest_input if self.policy == "vllm" else 0
+        budgets = sorted({max(own, least) for own in grid_of(16384, None, 2.0, least=16)})
         given = fixed.value_of("token_budget")
         return cross_product(active, budgets if given is None else [given])
 
@@ -299,8 +309,9 @@ class Continuous(OnePool):
         active, budget = points[:, 0], self._budgets(points)
         groups = np.minimum(active, pool.stages)
         rows, heads = self._step_sizes(pool, points)
-        room = pool.memory.most_tokens(self._capacity, rows, heads) / groups
-        room = np.floor(room / BLOCK_TOKENS)
+        room = pool.memory.most_tokens(self._capacity, rows, heads)
+        slack = self._slack(points.T, room, active)
+        room = np.floor((room - slack) / groups / BLOCK_TOKENS)
         blocks = math.ceil(work.longest / BLOCK_TOKENS)
         wanted = np.ceil(np.ceil(active / groups) * (blocks + 1) / (1 - WATERMARK))
         forest = np.ceil(work.forest / groups / BLOCK_TOKENS)
@@ -311,17 +322,16 @@ class Continuous(OnePool):
         else:
             held = PAGED_FULL * own / (work.tokens_at_work + BLOCK_TOKENS / 2)
         each = np.maximum(np.minimum(active / groups, held), 1.0)  # present in a group
-        found = {"orca": self._mixed, "sarathi": self._mixed}.get(self.policy, self._separate)(
-            pool, each, budget, groups)
-        cycle_s, ended, encode_s, iteration_s = found
+        steps = self._mixed if self.policy in ("orca", "sarathi") else self._separate
+        cycle_s, ended, encode_s, iteration_s = steps(pool, each, budget, groups)
         latency_s = encode_s + work.watched * cycle_s
         return RoughFigures.from_columns(
             throughput_qps=groups * ended / cycle_s,
             latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s, iteration_s=iteration_s,
             period_s=cycle_s, decode_batch=groups * each, present=groups * each,
             kv_tokens=tokens * groups,
-            memory_bytes=np.where(room >= blocks, pool.memory.fullest(tokens * groups, rows, heads),
-                                  np.inf))
+            memory_bytes=np.where(room >= blocks, pool.memory.fullest(
+                tokens * groups + slack, rows, heads), np.inf))
 
     def _mixed(self, pool: TimedPool, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
@@ -344,7 +354,7 @@ class Continuous(OnePool):
         with_chunk = pool.pace.both(rows, np.maximum(chunk, tokens))
         alone = pool.pace.decode(np.maximum(rows, 1.0))
         parts = np.ceil(mean / np.maximum(chunk, 1.0))
-        cycle_s = _with_long_steps(alone, with_chunk, share, groups)
+        cycle_s = with_long_steps(alone, with_chunk, share, groups)
         encode_s = with_chunk.through + (parts - 1) * cycle_s
         return cycle_s, ended, encode_s, alone.cycle(groups)
 
@@ -360,7 +370,7 @@ class Continuous(OnePool):
         encode = pool.pace.encode(tokens)
         alone = pool.pace.decode(np.maximum(each, 1.0))
         # a group encodes at most once between two decode steps
-        cycle_s = _with_long_steps(alone, alone + encode, np.minimum(encodes, 1.0), groups)
+        cycle_s = with_long_steps(alone, alone + encode, np.minimum(encodes, 1.0), groups)
         more = np.maximum(encodes - 1, 0.0)
         return (cycle_s + more * encode.cycle(groups), ended, encode.through,
                 alone.cycle(groups))
@@ -388,13 +398,3 @@ class Continuous(OnePool):
         return (ContinuousControls(policy=self.policy, max_active=int(point[0]),
                                    token_budget=budget, admission=self._workload.admission),
                 max(ended, 1.0), 1)
-
-
-def _with_long_steps(short: Seconds, long: Seconds, share: FloatArray,
-                     groups: FloatArray) -> FloatArray:
-    """[configs] mean seconds of a cycle of `groups` groups. A `share` of the steps take `long`
-    seconds and delay all groups, the others take `short` ones."""
-    slowest = share * long.slowest + (1 - share) * short.slowest
-    any_long = 1 - (1 - share) ** groups
-    through = any_long * long.through + (1 - any_long) * short.through
-    return np.asarray(np.maximum(groups * slowest, through))

@@ -135,3 +135,13 @@ class Pace:
         with np.errstate(invalid="ignore"):
             slope = np.diff(seconds, axis=1) / np.diff(NODES)[:, None]
         return begin, np.where(is_timed, slope, 0.0)
+
+
+def with_long_steps(short: Seconds, long: Seconds, share: FloatArray,
+                     groups: FloatArray) -> FloatArray:
+    """[configs] mean seconds of a cycle of `groups` groups. A `share` of the steps take `long`
+    seconds and delay all groups, the others take `short` ones."""
+    slowest = share * long.slowest + (1 - share) * short.slowest
+    any_long = 1 - (1 - share) ** groups
+    through = any_long * long.through + (1 - any_long) * short.through
+    return np.asarray(np.maximum(groups * slowest, through))
