@@ -105,8 +105,9 @@ def _planned(queries: QueryLengths, job: Job, model: ModelSpec, device: Device) 
     if (prefixes is None or job.adjustment.prefixes == OFF or job.run.engine not in SHARING_ENGINES
             or job.run.kv_layout == "rows" or model.is_encoder_decoder):
         return None
-    block_tokens = job.run.engine_args.get("block_size") or KV_BLOCK_TOKENS[device.kind]
-    return in_blocks(prefixes, int(block_tokens), is_whole=job.plan_engine != OWN_ENGINE)
+    size = job.run.engine_args.get("block_size")  # vLLM's, which refuses what is no number
+    block_tokens = size if isinstance(size, int) and size > 0 else KV_BLOCK_TOKENS[device.kind]
+    return in_blocks(prefixes, block_tokens, is_whole=job.plan_engine != OWN_ENGINE)
 
 
 def _without_reserve(cluster: Cluster, job: Job) -> Cluster:

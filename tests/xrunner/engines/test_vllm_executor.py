@@ -223,7 +223,9 @@ output: out
     ("ranks: 2, hosts: [a, b]", "auto", ["run.hosts"]),
     ("weights: random, cuda_graphs: off", "auto", ["run.weights", "run.cuda_graphs"]),
     ("engine_args: {max_num_seqs: 9, dtype: float16, block_size: 16}", "auto",
-     ["run.engine_args.max_num_seqs", "run.engine_args.dtype"])])
+     ["run.engine_args.max_num_seqs", "run.engine_args.dtype"]),
+    ("engine_args: {enable_prefix_caching: true, block_size: many}", "auto",
+     ["run.engine_args.enable_prefix_caching", "run.engine_args.block_size"])])
 def test_what_it_does_not_do_is_refused_by_key(tmp_path, run, schedule, keys):
     job = load_job(job_of(tmp_path, run, schedule))
     assert [mistake.key for mistake in engine_of(job).refusals(job)] == keys

@@ -26,6 +26,7 @@ from xrunner.checkpoint.source import cache_dir
 
 TOOL_PARSER = "tool_call_parser"  # of vLLM's server, not of its engine
 LORA = "lora_path"  # folder of an adapter, applied to every answer
+BLOCK_SIZE = "block_size"  # tokens of a KV block
 OWN = (TOOL_PARSER, LORA)
 ADAPTER_CONFIG = "adapter_config.json"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM reserves memory for
@@ -43,7 +44,7 @@ def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def block_tokens(arguments: Mapping[str, Any], device_kind: str) -> int:
     """Number of tokens in a KV block: the job's, or vLLM's defaults for CPUs and GPUs."""
-    return int(arguments.get("block_size") or KV_BLOCK_TOKENS[device_kind])
+    return int(arguments.get(BLOCK_SIZE) or KV_BLOCK_TOKENS[device_kind])
 
 
 def rank_of(folder: Path) -> int:
@@ -199,6 +200,9 @@ def _refusals(job: Job) -> Iterator[Mistake]:
         if name in _OURS:
             yield mistake(job, f"run.engine_args.{name}", job.run.engine_args[name],
                           f"left out: {_OURS[name]}")
+    size = job.run.engine_args.get(BLOCK_SIZE)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        yield mistake(job, f"run.engine_args.{BLOCK_SIZE}", size, "a whole number of tokens")
     yield from _wrong_adapter(job)
 
 
