@@ -12,6 +12,7 @@ from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.rra import most_active
 from xscheduler.live.fixed_stages import FixedStages
 from xscheduler.replicas import problem_of_replica
+from xsimulator.sharing import sharing_of
 
 # chosen: requests that a group has room for / planned requests: if outputs are shorter than
 # planned, and at least while lengths are still observed
@@ -69,11 +70,14 @@ def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float, 
     return max(planned, wanted)
 
 
-def kv_tokens_for(estimate: Estimate, problem: Problem, most: int) -> int:
+def kv_tokens_for(estimate: Estimate, problem: Problem, most: int, slots: int = 0) -> int:
     """Number of tokens that a group's paged cache has room for: as many as the memory of every rank
-    holds, at most `most`, at least the planned number."""
-    return max(estimate.deployment.group_kv_tokens,
-               min(int(_most_tokens(estimate, problem)), most))
+    holds, at most `most`, at least the planned number. Where prefixes are shared, each of `slots`
+    requests beyond the planned ones may leave two blocks partly empty."""
+    held, sharing = int(_most_tokens(estimate, problem)), sharing_of(problem)
+    if sharing is not None and estimate.shares_prefixes:
+        held -= int(sharing.slack(max(slots - most_active(estimate), 0), 0))
+    return max(estimate.deployment.group_kv_tokens, min(held, most))
 
 
 def _most_tokens(estimate: Estimate, problem: Problem) -> float:

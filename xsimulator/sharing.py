@@ -68,7 +68,7 @@ class Sharing:
         return np.array([self._most(size) for size in sizes.tolist()], float)[place]
 
 
-    def slack(self, requests: FloatArray, kv_tokens: FloatArray | float) -> FloatArray:
+    def slack(self, requests: FloatArray | float, kv_tokens: FloatArray | float) -> FloatArray:
         """Tokens of KV blocks that are not full, at most, if so many requests and prefixes of
         `kv_tokens` lie in them (xrunner.engine.kv.Room)."""
         most = np.searchsorted(self._held, kv_tokens, side="right")

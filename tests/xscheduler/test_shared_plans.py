@@ -11,6 +11,8 @@ from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.prefixes import Prefixes
 from xgpt.core.problem import Problem, QueryLengths
+from xrunner.rules.rra import most_active
+from xscheduler.cache_sizing import kv_tokens_for
 from xscheduler.drift import drift_rows
 from xscheduler.evaluator import predict
 from xscheduler.planner import PlanOptions
@@ -192,3 +194,12 @@ def test_requests_that_find_their_prefix_encoded_can_be_in_time():
     late = [num_surely_late(replace(own, queries=replace(own.queries, deadlines_s=due_s)))
             for own in (problem, without(problem))]
     assert late[0] == 0 < late[1]
+
+
+def test_a_running_job_may_grow_within_memory_where_blocks_are_not_full():
+    problem = job("few-shot", policies=("rra",))
+    estimate = plan(problem).estimate
+    slots = 2 * most_active(estimate)
+    shared, alone = (kv_tokens_for(estimate, own, 10**9, slots)
+                     for own in (problem, without(problem)))
+    assert alone - shared == 2 * 16 * most_active(estimate)

@@ -203,7 +203,7 @@ def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
     """Sizes that the KV caches of replicas under RRA need (xscheduler.cache_sizing)."""
     slots = slots_for(estimate, problem, longest, times, in_blocks=in_blocks)
     return CacheSizes(slots=slots, kv_tokens=kv_tokens_for(
-        estimate, problem, longest * slots) if in_blocks else 0)
+        estimate, problem, longest * slots, slots) if in_blocks else 0)
 
 
 def decisions_with_phases(decisions: Sequence[Decision],
