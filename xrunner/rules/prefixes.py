@@ -31,8 +31,9 @@ class Unshared:
         # most prefixes that are in a cache of so many tokens at a time
         self.most_within: Callable[[int], int] = lambda tokens: 0
 
-    def shared(self, query: int) -> int:
-        """Tokens of the request's longest prefix."""
+    def shared(self, query: int, fits: Callable[[int], bool] = lambda _: True) -> int:
+        """Tokens of a submitted request's longest prefix; 0 from now on if it does not fit beside
+        so many."""
         return 0
 
     def submit(self, query: int) -> None:
@@ -182,8 +183,10 @@ class SharedPrefixes(Unshared):
         self._starts: list[Start] = []
         self._released: list[int] = []
 
-    def shared(self, query: int) -> int:
+    def shared(self, query: int, fits: Callable[[int], bool] = lambda _: True) -> int:
         node = self.line.nodes[query]
+        if node >= 0 and not fits(self._ends[node]):
+            self.line.nodes[query] = node = -1
         return self._ends[node] if node >= 0 else 0
 
     def submit(self, query: int) -> None:

@@ -300,12 +300,17 @@ class Rooms:
     def submit(self, new: Waiting, waiting: deque[Waiting]) -> bool:
         """Appends a request to `waiting` if a group has room for it when nobody else is at work
         there. Returns whether it did. What it shares is taken from its tokens."""
-        room, shared = self.of_group[0], self.prefixes.shared(new.query)
+        unit, most = self.of_group[0].unit, max(new.reserve, new.tokens)
+
+        def fits(shared: int) -> bool:
+            return _in_units(unit, most - shared) <= self._budget(shared)
+
+        shared = self.prefixes.shared(new.query, fits)
+        if not fits(shared):
+            return False
         if shared:
             new = new._replace(reserve=new.reserve - shared, tokens=new.tokens - shared,
                                shared=shared)
-        if _in_units(room.unit, max(new.reserve, new.tokens)) > self._budget(shared):
-            return False
         self.prefixes.submit(new.query)
         waiting.append(new)
         return True

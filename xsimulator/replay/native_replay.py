@@ -196,12 +196,14 @@ def _of_rooms(job: ReplayJob, rooms: Rooms, slots: Sequence[int], kind: int, fac
     reserves, most, arrays = lengths.reserves, np.array(room.tokens), [_NO_PREFIXES]
     needed: IntArray = np.maximum(reserves, lengths.inputs)
     if rooms.prefixes.is_shared and forest is not None:
-        shared, tokens = forest.shared, rooms.budget.tokens
+        tokens, shared = rooms.budget.tokens, forest.shared
+        fits = needed - shared <= (tokens - shared) // groups // room.unit * room.unit
+        shared = shared * fits
         reserves, needed, most = reserves - shared, needed - shared, (tokens - shared) // groups
         arrays = [np.array([len(forest.ends), forest.block_tokens, forest.is_whole, tokens]),
                   *(np.ascontiguousarray(one, np.int64) for one in (
                       lengths.inputs - shared, forest.parents, forest.ends, forest.own_tokens,
-                      forest.nodes))]
+                      np.where(fits, forest.nodes, -1)))]
     return _NativeInput(kind, [*terms, *facts], figures, reserves,
                         [np.array(slots, np.int64), *forecasts, *arrays],
                         needed > most // room.unit * room.unit)

@@ -257,3 +257,12 @@ def test_a_budget_below_the_prefixes_at_work_evicts_none_of_another_group():
     done = Driver(rule, prefixes, [205] * 3, [9] * 3, [15] * 3).run()
     assert [(step.group, step.evicted) for step in done.steps if step.evicted] == [
         (0, (0,)), (1, (1,))]
+
+
+def test_a_request_that_fits_only_without_its_prefix_shares_none():
+    prefixes = Prefixes(parents=np.array([-1]), ends=np.array([40]), nodes=np.zeros(3, int),
+                        block_tokens=BLOCK)
+    rule = sarathi(num_groups=1, max_active=4, kv_tokens=320, token_budget=64)
+    done = Driver(rule, prefixes, [300, 80, 70], [20, 9, 9], [20, 20, 20])
+    done.prefixes = replace(prefixes, nodes=np.array([-1, 0, 0]))
+    assert done.run().encoded == 300 + 80 + 30

@@ -11,6 +11,7 @@ from xgpt.core.controls import ADMISSION_RULES, Admission, Forecasting
 from xgpt.core.errors import XgptError
 from xgpt.core.prefixes import Prefixes
 from xrunner.rules.forecast import forecaster_of
+from xrunner.rules.paged import PagedRule
 from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.steps import set_forecaster
 from xsimulator import native
@@ -105,6 +106,23 @@ def what_happened(steps, queries):
             elif start.node >= 0 and start.first == ends[start.node] and start.first % size:
                 seen.add("in a block")
     return seen
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_requests_that_fit_only_without_their_prefixes_share_none(monkeypatch, is_chunked):
+    job, queries, _ = sharing(5, "vllm", Admission())
+    queries = replace(queries, most_outputs=np.where(
+        np.arange(len(queries.inputs)) % 2, queries.most_outputs, LONGEST - queries.inputs))
+
+    def replayed():
+        rule = PagedRule(is_chunked=is_chunked, num_groups=1, max_active=9, kv_tokens=LONGEST,
+                         token_budget=400)
+        set_prefixes(rule, queries.prefixes)
+        return Replayer(*job).run(queries, rules=[rule])
+
+    steps = same_both_ways(monkeypatch, replayed).pools[0].steps
+    begun = np.unique([start.query for step in steps for start in step.starts])
+    assert 0 < len(begun) < (queries.prefixes.nodes >= 0).sum()
 
 
 @pytest.mark.parametrize(("policy", "controls"), [
