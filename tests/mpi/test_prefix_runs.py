@@ -25,7 +25,7 @@ pytestmark = pytest.mark.mpi
 COUNT = 30
 POLICIES: dict[str, dict[str, Any]] = {
     "rra": {"encode_batch": 5, "decode_iterations": 4},
-    "rra in chunks": {"encode_batch": 6, "decode_iterations": 4, "encode_chunk": 50},
+    "rra in chunks": {"encode_batch": 2, "decode_iterations": 9, "encode_chunk": 50},
     "orca": {"max_active": 7}, "vllm": {"max_active": 9, "token_budget": 300},
     "sarathi": {"max_active": 9, "token_budget": 64}}
 # devices of a copy, degree of its stages, copies
