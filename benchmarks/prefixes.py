@@ -209,8 +209,10 @@ def _saved_tokens(prompts: Sequence[Prompt], kept: int) -> int:
 
 def main() -> None:
     given = _arguments()
-    write("prefixes-trace" if given.trace else "prefixes",
-          trace_page(given.trace) if given.trace else jobs_page(given), given.out)
+    if given.trace:
+        write("prefixes-trace", trace_page(given.trace), given.out)
+    else:
+        compare_jobs(given)
 
 
 def _arguments() -> argparse.Namespace:
@@ -229,7 +231,8 @@ def _arguments() -> argparse.Namespace:
     return given
 
 
-def jobs_page(given: argparse.Namespace) -> str:
+def compare_jobs(given: argparse.Namespace) -> None:
+    """Writes the page again after each job."""
     lines = ["# Shared prefixes", "", about(__doc__), "",
              f"{today()}, {machine()}, {given.threads} threads. Medians and ranges of "
              f"{given.rounds} rounds in turns, after one uncounted. `run`: without loading. "
@@ -248,7 +251,6 @@ def jobs_page(given: argparse.Namespace) -> str:
                         threads=given.threads, scratch=scratch, quiet=quiet)
                     lines += compare(job, setting, config, given.rounds)
                     write("prefixes", "\n".join(lines), given.out)
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
