@@ -14,7 +14,7 @@ LEAST_TOKENS = 32  # chosen: a node saves at least so many
 # chosen: a job saves at least this share of its input tokens, and so many tokens a request that has
 # a prefix; of less, copying blocks takes as long as encoding
 LEAST_SHARE, LEAST_EACH = 0.01, 8
-_WIDTH = 32  # chosen: tokens that are read of each request at first
+_WIDTH = 8  # chosen: tokens that are read of each request at first; twice as many each time
 _TOKENS_AT_ONCE = 2**25  # chosen: tokens in memory
 
 
