@@ -21,7 +21,7 @@ struct Forest {
 /* A node. `line`: requests that wait, the first one last; some of them have begun since.
  * `writer`: the request that encodes it, -1 once it is encoded. `is_new`: by this step. */
 struct Node {
-    int64_t at_work = 0, left = 0, writer = -1, seen = 0;
+    int64_t at_work = 0, writer = -1, seen = 0;
     bool lives = false, is_new = false;
     std::vector<int64_t> line;
 };
@@ -39,10 +39,7 @@ public:
         : forest_(forest), nodes_(forest.size), places_(num_queries) {
         for (int64_t q = num_queries - 1; q >= 0; --q) {
             places_[q] = q;
-            each(q, [&](int64_t, Node &node) {
-                node.left += 1;
-                node.line.push_back(q);
-            });
+            each(q, [&](int64_t, Node &node) { node.line.push_back(q); });
         }
     }
     template <class Queries = std::initializer_list<int64_t>>
@@ -107,7 +104,7 @@ public:
         });
     }
     void finish(int64_t q) {
-        each(q, [&](int64_t n, Node &node) { leave(n, node, !--node.left); });
+        each(q, [&](int64_t n, Node &node) { leave(n, node, false); });
     }
     void evict(int64_t q) {
         places_[q] = --before_;
@@ -137,8 +134,8 @@ private:
         for (int64_t n = forest_.nodes[q]; n >= 0; n = forest_.parents[n]) act(n, nodes_[n]);
     }
     int64_t next_use(Node &node) {
-        while (places_[node.line.back()] == AT_WORK) node.line.pop_back();
-        return places_[node.line.back()];
+        while (!node.line.empty() && places_[node.line.back()] == AT_WORK) node.line.pop_back();
+        return node.line.empty() ? AT_WORK : places_[node.line.back()];
     }
     void leave(int64_t n, Node &node, bool goes) {
         if (--node.at_work) return;

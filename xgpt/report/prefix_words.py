@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from xgpt.core.controls import SHARING_ORDERS
 from xgpt.core.prefixes import Prefixes
-from xgpt.core.problem import Problem
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import percent
@@ -16,7 +18,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict
 from xsimulator.replay.prediction import JobPrediction
 
-_ONCE = 0.02  # chosen: share of the input tokens, such as rests of blocks in the same step
+_ONCE = 0.02  # chosen: share of the encoded tokens, such as rests of blocks in the same step
 _GAIN = 1.05  # chosen: least gain that is shown
 
 
@@ -27,15 +29,22 @@ def prefix_lines(problem: Problem, schedule: Schedule, prediction: JobPrediction
     known, estimate = problem.queries, schedule.estimate
     if known is None or known.prefixes is None or not estimate.shares_prefixes:
         return []
-    total, once = int(known.inputs.sum()), int(known.encoded.sum())
+    total, once = _tokens(known)
     of = "the" if problem.num_queries is None else _short(total)
     text = f"{percent(1 - once / total)} of {of} input tokens are shared: {_forest(known.prefixes)}"
     if prediction is not None:
-        again = (prediction.encoded_tokens - once) / total
-        text += ", each encoded once" if again < _ONCE else f"; {percent(again)} are encoded again"
+        again = prediction.encoded_tokens - once
+        text += ", each encoded once" if again < _ONCE * once else (
+            f"; {percent(again / total)} are encoded again")
         if gain := _gain(problem, timing, estimate, prediction):
             text += f"; {gain} x as fast as this schedule without sharing"
     return [text, _order(schedule)] if schedule.order in SHARING_ORDERS else [text]
+
+
+def _tokens(known: QueryLengths) -> tuple[int, int]:
+    """(input tokens, those encoded if each prefix is encoded once) of the requests that can run."""
+    own = known.take(np.flatnonzero(known.most_outputs))
+    return int(own.inputs.sum()), int(own.encoded.sum())
 
 
 def _forest(prefixes: Prefixes) -> str:
@@ -78,7 +87,7 @@ def prefix_figures(problem: Problem, measured: Mapping[str, Any],
         return {}
     is_whole = measured["state"] == "done" and measured["queries_before"] == 0
     if is_whole and prediction is not None and known is not None and known.prefixes is not None:
-        total, once = int(known.inputs.sum()), int(known.encoded.sum())
+        total, once = _tokens(known)
         expected = {"encoded_tokens": prediction.encoded_tokens, "shared_tokens": total - once,
                     "encoded_again_tokens": prediction.encoded_tokens - once}
     pairs = {key: {"measured": own[key], "predicted": expected.get(key)} for key in (

@@ -1,10 +1,10 @@
 """Shared prefixes in the KV cache of one replica: which are there, who encodes them, and which go.
 Free of torch, and without a clock.
 
-A prefix lives from the admission of the first of its requests until none of those submitted is
-left. The first request encodes it and all others read it. If room lacks, the prefix without a
-request at work goes whose next request is farthest in line (Belady's rule), and is encoded again
-later. Budgets count a request's own tokens, and each living prefix once."""
+The first request of a prefix encodes it, and all others read it. It lives as long as there is room.
+If room lacks, the prefix without a request at work goes whose next request is farthest in line
+(Belady's rule). It is encoded again if a request of it comes. Budgets count a request's own tokens,
+and each living prefix once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from xgpt.core.prefixes import Prefixes
 from xrunner.rules.steps import BatchingRule, Chunk, Start
@@ -72,15 +72,6 @@ class Unshared:
         return (), ()
 
 
-@dataclass(slots=True)
-class _Known:
-    """A prefix of submitted requests. `left`: those that have not ended. `line`: (place in line,
-    request) of those that wait, in order; some have begun since."""
-
-    left: int = 0
-    line: deque[tuple[int, int]] = field(default_factory=deque)
-
-
 class PrefixLine:
     """The line of submitted requests, by prefix."""
 
@@ -88,7 +79,8 @@ class PrefixLine:
         self.nodes: list[int] = prefixes.nodes.tolist()
         self._prefixes = prefixes
         self._chains: dict[int, Sequence[int]] = {-1: ()}
-        self._known: dict[int, _Known] = {}
+        # (place, request) of those that wait for each prefix, in order; some have begun since
+        self._waiting: dict[int, deque[tuple[int, int]]] = {}
         self._places: dict[int, int] = {}  # of waiting requests
         self._first = self._next = 0  # places of the next request at either end
 
@@ -104,13 +96,11 @@ class PrefixLine:
         """Puts a request at the end."""
         self._places[query] = self._next
         for node in self.chain(query):
-            known = self._known.setdefault(node, _Known())
-            known.left += 1
-            known.line.append((self._next, query))
+            self._waiting.setdefault(node, deque()).append((self._next, query))
         self._next += 1
 
     def begin(self, query: int) -> None:
-        """Takes a request out of the line; it has not ended."""
+        """Takes a request out of the line."""
         del self._places[query]
 
     def put_back(self, query: int) -> None:
@@ -118,23 +108,11 @@ class PrefixLine:
         self._first -= 1
         self._places[query] = self._first
         for node in self.chain(query):
-            self._known[node].line.appendleft((self._first, query))
-
-    def end(self, query: int) -> list[int]:
-        """Forgets a request that has begun; returns its prefixes that nobody needs any more, the
-        longest first."""
-        gone = []
-        for node in reversed(self.chain(query)):
-            known = self._known[node]
-            known.left -= 1
-            if not known.left:
-                del self._known[node]
-                gone.append(node)
-        return gone
+            self._waiting[node].appendleft((self._first, query))
 
     def next_use(self, node: int) -> float:
         """Place in line of the prefix's next request; infinite without one."""
-        line = self._known[node].line
+        line = self._waiting[node]
         while line and self._places.get(line[0][1]) != line[0][0]:
             line.popleft()
         return line[0][0] if line else math.inf
@@ -191,11 +169,11 @@ class SharedPrefixes(Unshared):
 
     def submit(self, query: int) -> None:
         self.line.append(query)
+        self._note_idle(query)
 
     def withdraw(self, query: int) -> None:
         """Takes a waiting request out of the line."""
         self.line.begin(query)
-        self._release(self.line.end(query))
         self._note_idle(query)
 
     def to_encode(self, queries: Iterable[int]) -> int:
@@ -260,7 +238,6 @@ class SharedPrefixes(Unshared):
 
     def finish(self, query: int) -> None:
         self._leave(query)
-        self._release(self.line.end(query))
         self._note_idle(query)
 
     def evict(self, query: int) -> None:
