@@ -18,7 +18,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict
 from xsimulator.replay.prediction import JobPrediction
 
-_ONCE = 0.02  # chosen: share of the encoded tokens, such as rests of blocks in the same step
+_ONCE = 0.1  # chosen: share of the encoded tokens, such as rests of blocks in the same step
 _GAIN = 1.05  # chosen: least gain that is shown
 
 
@@ -35,7 +35,7 @@ def prefix_lines(problem: Problem, schedule: Schedule, prediction: JobPrediction
     if prediction is not None:
         again = prediction.encoded_tokens - once
         text += ", each encoded once" if again < _ONCE * once else (
-            f"; {percent(again / total)} are encoded again")
+            f"; {_short(round(again))} are encoded again")
         if gain := _gain(problem, timing, estimate, prediction):
             text += f"; {gain} x as fast as this schedule without sharing"
     return [text, _order(schedule)] if schedule.order in SHARING_ORDERS else [text]
