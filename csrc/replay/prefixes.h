@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <limits>
 #include <set>
@@ -19,10 +20,11 @@ struct Forest {
 };
 
 /* A node. `line`: requests that wait, the first one last; some of them have begun since.
- * `writer`: the request that encodes it, -1 once it is encoded. `is_new`: by this step. */
+ * `writer`: the request that encodes it, -1 once it is encoded. `end`: up to which token requests
+ * that begin now can share it. */
 struct Node {
-    int64_t at_work = 0, writer = -1, seen = 0;
-    bool lives = false, is_new = false;
+    int64_t at_work = 0, writer = -1, seen = 0, end = 0;
+    bool lives = false;
     std::vector<int64_t> line;
 };
 
@@ -46,10 +48,19 @@ public:
     int64_t to_encode(const Queries &queries) {
         int64_t all = 0;
         stamp_ += 1;
-        for (int64_t q : queries) each(q, [&](int64_t n, Node &node) {
-            if (!node.lives && node.seen != stamp_) all += forest_.own[n];
-            node.seen = stamp_;
-        });
+        for (int64_t q : queries) {
+            int64_t there = 0, shared = 0;
+            each(q, [&](int64_t n, Node &node) {
+                if (node.lives) {
+                    there = std::max(there, forest_.ends[n]);
+                    shared = std::max(shared, node.end);
+                } else if (node.seen != stamp_) {
+                    all += forest_.own[n];
+                }
+                node.seen = stamp_;
+            });
+            all += there - shared;
+        }
         return all;
     }
     template <class Fits>
@@ -57,7 +68,12 @@ public:
         bool waits = false;
         each(q, [&](int64_t, Node &node) { waits |= node.lives && node.writer >= 0; });
         if (waits) return false;
-        int64_t wanted = tokens + to_encode({q});
+        int64_t wanted = tokens;
+        stamp_ += 1;
+        each(q, [&](int64_t n, Node &node) {
+            wanted += node.lives ? 0 : forest_.own[n];
+            node.seen = stamp_;
+        });
         std::vector<Idle> going;
         for (auto idle = idle_.rbegin(); !fits(wanted); ++idle) {
             while (idle != idle_.rend() && nodes_[idle->second].seen == stamp_) ++idle;
@@ -79,15 +95,14 @@ public:
         int64_t source = -1;
         const auto begin = static_cast<int64_t>(told.size());
         each(q, [&](int64_t n, Node &node) {
-            const int64_t unit = node.is_new || forest_.is_whole ? forest_.block_tokens : 1;
-            const int64_t end = forest_.ends[n] / unit * unit;
             if (!node.lives) {
                 node.lives = true;
                 node.writer = q;
+                node.end = end_of(n, forest_.is_whole);
                 tokens += forest_.own[n];
                 told.insert(told.begin() + begin, {q, n, forest_.ends[n]});
-            } else if (end && end >= first) {
-                first = end;
+            } else if (node.end && node.end >= first) {
+                first = node.end;
                 source = n;
             }
             if (!node.at_work++) idle_.erase({next_use(node), n});
@@ -99,7 +114,7 @@ public:
         each(q, [&](int64_t n, Node &node) {
             if (node.writer != q || forest_.ends[n] > end) return;
             node.writer = -1;
-            node.is_new = true;
+            node.end = end_of(n, true);
             new_.push_back(n);
         });
     }
@@ -114,7 +129,7 @@ public:
         });
     }
     void end_step() {
-        for (int64_t n : new_) nodes_[n].is_new = false;
+        for (int64_t n : new_) nodes_[n].end = end_of(n, forest_.is_whole);
         new_.clear();
         told.clear();
     }
@@ -132,6 +147,10 @@ private:
     template <class Act>
     void each(int64_t q, const Act &act) {
         for (int64_t n = forest_.nodes[q]; n >= 0; n = forest_.parents[n]) act(n, nodes_[n]);
+    }
+    int64_t end_of(int64_t n, bool is_whole) const {
+        const int64_t unit = is_whole ? forest_.block_tokens : 1;
+        return forest_.ends[n] / unit * unit;
     }
     int64_t next_use(Node &node) {
         while (!node.line.empty() && places_[node.line.back()] == AT_WORK) node.line.pop_back();

@@ -40,7 +40,7 @@ class Unshared:
         """Puts a request at the end of the line."""
 
     def to_encode(self, queries: Iterable[int]) -> int:
-        """Tokens of these waiting requests' prefixes that are not in the cache, each once."""
+        """Tokens of their prefixes that these waiting requests would encode now."""
         return 0
 
     def make_room(self, query: int, fits: Callable[[int], bool]) -> bool:
@@ -121,11 +121,11 @@ class PrefixLine:
 @dataclass(slots=True)
 class Living:
     """A prefix in the cache. `at_work`: its requests at work. `is_encoded`: all its tokens are.
-    `is_new`: its last token is encoded by the step that is being decided."""
+    `end`: up to which token requests that begin now can share it."""
 
+    end: int
     at_work: int = 0
     is_encoded: bool = False
-    is_new: bool = False
 
 
 class _Idle:
@@ -155,7 +155,10 @@ class SharedPrefixes(Unshared):
         self.line, self.living, self._idle = PrefixLine(prefixes), dict[int, Living](), _Idle()
         self._own: list[int] = prefixes.own_tokens.tolist()
         self._ends: list[int] = prefixes.ends.tolist()
-        self._block_tokens, self._is_whole = prefixes.block_tokens, prefixes.is_whole
+        # what a step writes can be read by it in whole blocks, but not copied
+        size = prefixes.block_tokens
+        self._ends_now = [end // size * size for end in self._ends]
+        self._ends_later = self._ends_now if prefixes.is_whole else self._ends
         self._writing: dict[int, tuple[tuple[int, int], ...]] = {}  # (prefix, end) by request
         self._new: list[int] = []  # encoded by the step that is being decided
         self._starts: list[Start] = []
@@ -177,14 +180,21 @@ class SharedPrefixes(Unshared):
         self._note_idle(query)
 
     def to_encode(self, queries: Iterable[int]) -> int:
-        nodes = {node for query in queries for node in self.line.chain(query)}
-        return sum([self._own[node] for node in nodes if node not in self.living])
+        missing, rests = set[int](), 0
+        for query in queries:
+            chain = self.line.chain(query)
+            there = [node for node in chain if node in self.living]
+            missing.update(chain[len(there):])
+            if there:  # the rest of a block that cannot be copied yet
+                rests += self._ends[there[-1]] - max([self.living[node].end for node in there])
+        return rests + sum([self._own[node] for node in missing])
 
     def make_room(self, query: int, fits: Callable[[int], bool]) -> bool:
         chain = self.line.chain(query)
         if any(one is not None and not one.is_encoded for one in map(self.living.get, chain)):
             return False
-        tokens, gone = self.tokens + self.to_encode([query]), list[int]()
+        tokens, gone = self.tokens, list[int]()
+        tokens += sum([self._own[node] for node in chain if node not in self.living])
         # a prefix comes after those that continue it
         idle = (node for _, node in reversed(self._idle.order) if node not in chain)
         while not fits(tokens):
@@ -205,17 +215,13 @@ class SharedPrefixes(Unshared):
         self.line.begin(query)
         chain, first, source, writes = self.line.chain(query), 0, -1, []
         for node in chain:
-            one, end = self.living.get(node), self._ends[node]
+            one = self.living.get(node)
             if one is None:
-                one = self.living[node] = Living()
+                one = self.living[node] = Living(self._ends_later[node])
                 self.tokens += self._own[node]
-                writes.append((node, end))
-            else:
-                # what this step writes can be read by it, but not copied
-                if one.is_new or self._is_whole:
-                    end = end // self._block_tokens * self._block_tokens
-                if end > first:
-                    first, source = end, node
+                writes.append((node, self._ends[node]))
+            elif one.end > first:
+                first, source = one.end, node
             one.at_work += 1
         if chain:
             self.first[query] = first
@@ -230,7 +236,7 @@ class SharedPrefixes(Unshared):
             if last > end:
                 left.append((node, last))
                 continue
-            self.living[node].is_encoded = self.living[node].is_new = True
+            self.living[node].is_encoded, self.living[node].end = True, self._ends_now[node]
             self._new.append(node)
         if left:
             self._writing[chunk.query] = tuple(left)
@@ -249,7 +255,7 @@ class SharedPrefixes(Unshared):
     def end_step(self) -> StepParts:
         for node in self._new:
             if node in self.living:
-                self.living[node].is_new = False
+                self.living[node].end = self._ends_later[node]
         found = tuple(self._starts), tuple(self._released)
         for one in (self._new, self._starts, self._released):
             one.clear()

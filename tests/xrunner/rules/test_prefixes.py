@@ -279,3 +279,12 @@ def test_a_prefix_stays_while_no_request_of_it_waits():
             if step.kind is StepKind.DECODE:
                 rule.finish(query)
     assert encoded == 100 + 5 * 5
+
+
+def test_a_steps_budget_counts_what_is_encoded_again_of_a_block():
+    prefixes = Prefixes(parents=np.array([-1]), ends=np.array([79]), nodes=np.zeros(9, int),
+                        block_tokens=80)
+    rule = vllm(num_groups=1, max_active=9, kv_tokens=16 * 100, token_budget=100)
+    done = Driver(rule, prefixes, [82] * 9, [2] * 9, [2] * 9).run()
+    tokens = [sum(chunk.tokens for chunk in step.chunks) for step in done.steps]
+    assert tokens[:2] == [82, 8 * 3], "none begins beside the first, which writes the prefix"
