@@ -330,21 +330,23 @@ class Rooms:
         """Admits a request if its group has room, and fewer than `most` requests. Returns whether
         it did. With shared prefixes, idle ones go if that helps."""
         room, prefixes = self.of_group[group], self.prefixes
-
-        def fits(tokens: int) -> bool:
-            if not prefixes.is_shared:
-                return room.has_room(new, decodes=decodes)
-            budget = self._budget(tokens)
-            return room.has_room(new, decodes=decodes, budget=budget) and (
-                tokens <= prefixes.tokens
-                or all(one is room or one.fits(budget) for one in self.of_group))
-
-        if len(room.at_work) >= most or not prefixes.make_room(new.query, fits):
+        if len(room.at_work) >= most:
             return False
-        prefixes.admit(new.query)
+        if prefixes.is_shared:
+            def fits(tokens: int) -> bool:
+                budget = self._budget(tokens)
+                return room.has_room(new, decodes=decodes, budget=budget) and (
+                    tokens <= prefixes.tokens
+                    or all(one is room or one.fits(budget) for one in self.of_group))
+
+            if not prefixes.make_room(new.query, fits):
+                return False
+            prefixes.admit(new.query)
+            self._set_budgets()
+        elif not room.has_room(new, decodes=decodes):
+            return False
         room.admit(new, decodes=decodes)
         self.room_of[new.query] = room
-        self._set_budgets()
         return True
 
     def to_encode(self, *waiting: Waiting) -> int:
@@ -374,8 +376,9 @@ class Rooms:
 
     def finish(self, query: int) -> Waiting:
         """Removes a request that has its last token; returns it as it was admitted."""
-        self.prefixes.finish(query)
-        self._set_budgets()
+        if self.prefixes.is_shared:
+            self.prefixes.finish(query)
+            self._set_budgets()
         return self.room_of.pop(query).finish(query)
 
     def _budget(self, prefix_tokens: int) -> int:
