@@ -81,7 +81,8 @@ def test_submit_runs_what_the_job_names(tmp_path, profiled, policy, family, rank
 
 
 @pytest.mark.parametrize(("forecast", "weights"), [
-    ("cap", "length: 1"), ("{kind: mean, bins: 2}", "length: 1"),
+    ("cap", "length: 1"),
+    pytest.param("{kind: mean, bins: 2}", "length: 1", marks=pytest.mark.slow),
     ("cap", "deadline: 1, length: 0")])
 def test_formed_batches_answer_as_those_in_the_inputs_order(tmp_path, profiled, forecast, weights):
     """The reference's tokens are those of `ft` in the input's order, as above."""

@@ -31,7 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 # devices of a copy, degree of its stages, copies
 LAYOUTS = {"a rank": (1, 1, 1), "two stages": (2, 1, 1), "a group": (2, 2, 1),
            "two copies": (1, 1, 2)}
-QUICK = [("rra", "two copies", 128), ("sarathi", "two stages", 129)]
+QUICK = [("rra", "two copies", 128)]
 
 
 def estimate_of(name: str, layout: str, directory: Path, queries: Sequence[PreparedQuery],
