@@ -52,8 +52,8 @@ def check_slots(cache: KvCache, least: int = 1) -> None:
 
 
 def check_blocks(*caches: KvCache) -> None:
-    """Of every pool: the blocks that caches and prefixes hold and those that are free are all
-    there are, counted as often as they are held."""
+    """Asserts for every pool that each block is free or held by caches and prefixes, and counted
+    as often as it is held."""
     for pool in {id(cache.pool): cache.pool for cache in caches}.values():
         pool.check_integrity([blocks for cache in caches if cache.pool is pool
                               for blocks in cache.held])

@@ -37,7 +37,7 @@ def chains_of(prompts, forest):
 
 
 def chains_by_dictionary(prompts, limits):
-    """The same, by counting all prefixes: one is a node if no longer one has as many requests."""
+    """The forest by a dictionary of all prefixes, of which the longest of equal count stay."""
     counts = Counter(tuple(prompt[:end]) for prompt, limit in zip(prompts, limits, strict=True)
                      for end in range(1, limit + 1))
     inner = {prefix[:-1] for prefix, count in counts.items() if counts[prefix[:-1]] == count}

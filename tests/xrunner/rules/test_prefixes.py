@@ -108,7 +108,7 @@ class Driver:
             self.group_of[query], self.decoding[query] = step.group, True
 
     def check_shared(self, query, first, start, before, now) -> None:
-        """What a request shares was encoded before, or is by this step in whole blocks."""
+        """Asserts that earlier steps, or this one in whole blocks, encode the shared tokens."""
         if not first:
             return
         chain = self.prefixes.chain(self.prefixes.nodes[query])

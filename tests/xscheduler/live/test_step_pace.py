@@ -263,7 +263,7 @@ def test_inputs_stay_with_their_outputs_where_the_two_are_correlated():
 @pytest.mark.parametrize("spans", [
     [(0, 40)] * 3, [(60, 20)] * 4, [(75, 5)], [(79, 1)] * 5, [(0, 80), (64, 16)], [(0, 2)] * 9])
 def test_a_step_is_timed_by_what_it_encodes_behind_shared_tokens(spans):
-    """Of requests of at most 80 tokens, some of which are in the cache when they begin."""
+    """Steps that encode inputs of at most 80 tokens, of which the cache has some already."""
     clock = StepClocks(PROBLEM, TIMING).of(ESTIMATE.deployment.pools[0].stages, 80)
     tokens = sum(count for _, count in spans)
     step = ReportedStep("encode", len(spans), tokens, 0, 0.0, 0, equal_input_tokens(spans), 1.0)

@@ -49,7 +49,8 @@ class StepScheduler(Scheduler):  # type: ignore[misc]  # untyped: vLLM is in no 
         self.max_num_scheduled_tokens = sum(self._wanted.values())
         output = super().schedule(throttle_prefills)
         scheduled = dict(output.num_scheduled_tokens)
-        if scheduled != self._wanted or output.preempted_req_ids:
+        if (scheduled != self._wanted or output.preempted_req_ids
+                or self._starts.keys() & self._wanted.keys()):  # vLLM did not ask for these blocks
             raise XgptError(
                 f"vLLM scheduled {sum(scheduled.values())} tokens of {len(scheduled)} requests "
                 f"where {sum(self._wanted.values())} of {len(self._wanted)} were wanted "
