@@ -270,6 +270,6 @@ def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str 
         return None
     (age, oldest), *others = sorted(heard, key=lambda one: -one[0])
     said = (f"last sign of life: {oldest.name} {format_seconds(round(age))} ago, "
-            f"after the order {oldest.told}")
+            f"{oldest.doing}")
     return said + (f"; the others {format_seconds(round(others[0][0]))} ago or less" if others
                    else "")

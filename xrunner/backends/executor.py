@@ -18,7 +18,7 @@ class DecoderOnly(Executor):
 
     def __init__(self, clock: Callable[[], float], heartbeat: Heartbeat | None = None) -> None:
         """`heartbeat`: called with every step."""
-        self._clock, self._heartbeat = clock, heartbeat
+        self._clock, self.heartbeat = clock, heartbeat
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.busy_s = 0.0
 
@@ -29,8 +29,8 @@ class DecoderOnly(Executor):
                             queries, tokens, start_s, self._clock(), *sizes)
         self.log.append(record)
         self.busy_s += record.seconds
-        if self._heartbeat is not None:
-            self._heartbeat(record.end_s, self.busy_s, seats, record)
+        if self.heartbeat is not None:
+            self.heartbeat(record.end_s, self.busy_s, seats, record)
 
     def report(self, rank: int, load_s: float, model_dir: Path, peak_bytes: int,
                operators: str | None = None) -> RankReport:

@@ -219,6 +219,8 @@ class Head:
         return self._link.close(self) and not self.requests.has_work
 
     def report(self) -> None:
+        if (heartbeat := self._executor.heartbeat) is not None:
+            heartbeat.waiting = self.requests.num_waiting
         self.sink.progress(self.clock(), self.output_tokens)
 
     def next_group(self) -> int | None:
@@ -269,7 +271,9 @@ class Head:
                     query.embedding = told[place].embedding
                 if query.take(token, now, self._vocabulary) and not query.has_left:
                     done.append(query)
-            self.output_tokens += len(tokens) - dead
+            self.output_tokens += len(tokens) - dead  # rank 0 adds those of other replicas
+            if (heartbeat := self._executor.heartbeat) is not None:
+                heartbeat.output_tokens += len(tokens) - dead
             self._link.committed(self, group, self._leave(group, done))
 
     def _leave(self, group: int, done: Sequence[ActiveQuery]) -> list[ActiveQuery]:

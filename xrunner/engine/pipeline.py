@@ -26,6 +26,7 @@ from xrunner.comm.messages import (
 )
 from xrunner.comm.point_to_point import Comm
 from xrunner.devices import Arriving
+from xrunner.files.heartbeat import Heartbeat
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
 
@@ -36,6 +37,7 @@ class Executor:
 
     keeps_tokens = False  # whether an input token may be FED_BACK (xrunner.engine.group)
     returns_early = False  # whether `execute` may return before the step is over
+    heartbeat: Heartbeat | None = None  # this rank's
 
     def start(self, message: StartMessage) -> None:
         """Allocates what the steps need; called before the first one."""

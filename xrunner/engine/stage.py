@@ -40,7 +40,7 @@ class StageExecutor(Executor):
         `capture`: captures decode steps (None: nothing is captured). `forms`: of the model's
         answers (None: they have none)."""
         self.model = model
-        self.records = StepLog(model.device, clock, heartbeat)
+        self.records, self.heartbeat = StepLog(model.device, clock, heartbeat), heartbeat
         self.log = self.records.steps
         self._is_whole = model.is_first and model.is_last  # no other stage has a part in a step
         # only the first rank of a tensor-parallel group has the tokens

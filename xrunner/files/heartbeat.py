@@ -4,6 +4,7 @@ rank that is stopped or lost writes no more. One that is stuck writes the step i
 
 import json
 import math
+import socket
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from xrunner.step_record import StepRecord
 HEARTBEATS = "ranks"  # folder within the output folder
 _INTERVAL_S = 1.0  # chosen
 MOST_STEPS = 24  # chosen: latest steps of each kind in a state
+_PACE_WRITES = 6  # chosen: intervals that the tokens a second are measured over
 
 
 class ReportedStep(NamedTuple):
@@ -42,7 +44,10 @@ class RankState:
     `busy_s`: seconds of these spent on steps. `recent_share`: busy share of the last second or so.
     `queries`: requests in its stage's caches. `at_s`: when it was written, in seconds since 1970
     (None: never). `told`: the step it received last; `step_since_s`: since when it is at it (None:
-    done). `steps`: the latest of each kind since the state before, at most MOST_STEPS."""
+    done). `steps`: the latest of each kind since the state before, at most MOST_STEPS.
+    `node`, `devices`: where it runs, in words. `waiting`, `tokens_per_s`: requests in the queue of
+    a pool's first rank, and output tokens of its last seconds. `restarts`: of its engine. `note`:
+    what it does instead of steps, in words."""
 
     rank: int
     stage: int
@@ -58,6 +63,12 @@ class RankState:
     longest_step_s: float = 0.0
     told: str = ""
     step_since_s: float | None = None
+    node: str = ""
+    devices: str = ""
+    waiting: int = 0
+    tokens_per_s: float = 0.0
+    restarts: int = 0
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -65,15 +76,24 @@ class RankState:
         place = f"stage {self.stage}" + ("" if self.pool == "all" else f", {self.pool} pool")
         return f"rank {self.rank} ({place}{f', replica {self.replica}' if self.replica else ''})"
 
+    @property
+    def doing(self) -> str:
+        """Words for its last activity, which follow its last sign of life."""
+        return f"while {self.note}" if self.note else f"after the order {self.told}"
+
 
 class Heartbeat:
     """Writes one rank's heartbeat file. Call it after every step; `start` a thread to write
-    meanwhile."""
+    meanwhile. Others set `waiting`, `output_tokens` (so far), `restarts` and `note` (RankState)."""
 
     def __init__(self, output: Path, *, rank: int, stage: int, pool: str,
-                 replica: int = 0) -> None:
+                 replica: int = 0, devices: str = "") -> None:
         self._path = output / HEARTBEATS / f"{rank}.json"
-        self._place = {"rank": rank, "stage": stage, "pool": pool, "replica": replica}
+        self._place = {"rank": rank, "stage": stage, "pool": pool, "replica": replica,
+                       "devices": devices, "node": socket.gethostname().partition(".")[0]}
+        self.waiting = self.output_tokens = self.restarts = 0
+        self.note = ""
+        self._paces = deque([(time.monotonic(), 0)], maxlen=_PACE_WRITES)  # (seconds, tokens)
         self._written_s, self._busy_s = -math.inf, 0.0
         self._elapsed_s, self._share, self._queries = 0.0, 0.0, 0
         self._num_steps, self._longest_s = 0, 0.0
@@ -126,13 +146,21 @@ class Heartbeat:
         while not self._is_over.wait(_INTERVAL_S):
             self._write()
 
+    def _tokens_per_s(self) -> float:
+        now_s = time.monotonic()
+        if now_s - self._paces[-1][0] >= _INTERVAL_S:
+            self._paces.append((now_s, self.output_tokens))
+        (first_s, first), (last_s, last) = self._paces[0], self._paces[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
     def _write(self) -> None:
         state = RankState(
             **self._place, elapsed_s=self._elapsed_s, busy_s=self._busy_s,  # type: ignore[arg-type]
             recent_share=self._share, queries=self._queries, at_s=time.time(), steps=self._told,
             num_steps=self._num_steps,
             longest_step_s=self._longest_s, step_since_s=self._since_s,
-            told=_in_words(self._message))
+            told=_in_words(self._message), waiting=self.waiting, restarts=self.restarts,
+            note=self.note, tokens_per_s=round(self._tokens_per_s(), 1))
         with self._lock, suppress(OSError):  # a full disk is reported where results are written
             self._path.parent.mkdir(exist_ok=True)
             write_atomically(self._path, json.dumps(asdict(state)) + "\n", is_durable=False)

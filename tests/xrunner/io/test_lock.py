@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,27 @@ def test_a_rank_tells_its_state_about_once_a_second(tmp_path):
     heartbeat(0.5, 0.25, 2)  # its clock is restarted
     (state,) = read_heartbeats(tmp_path)
     assert (state.recent_share, state.queries) == (0.5, 2)
+
+
+def test_a_rank_tells_where_it_runs_and_what_it_is_at(tmp_path, monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr("xrunner.files.heartbeat.time.monotonic", lambda: now_s[0])
+    heartbeat = Heartbeat(tmp_path, rank=1, stage=0, pool="all", replica=1, devices="GPU 3")
+    heartbeat.note = "loading vLLM, at most 30 min"
+    heartbeat(2.0, 1.0, 5)
+    (state,) = read_heartbeats(tmp_path)
+    assert (state.node, state.devices) == (socket.gethostname().partition(".")[0], "GPU 3")
+    assert state.doing == "while loading vLLM, at most 30 min" and state.tokens_per_s == 0
+    heartbeat.note, heartbeat.restarts, heartbeat.waiting = "", 2, 7
+    for now_s[0], heartbeat.output_tokens in ((110.0, 100), (112.0, 500)):
+        heartbeat(now_s[0], 1.0, 5)
+    (state,) = read_heartbeats(tmp_path)
+    assert (state.restarts, state.waiting, state.tokens_per_s) == (2, 7, 41.7)
+    assert state.doing == "after the order to load its weights"
+    old = {key: value for key, value in asdict(state).items() if key not in (
+        "node", "devices", "waiting", "tokens_per_s", "restarts", "note")}
+    (tmp_path / HEARTBEATS / "1.json").write_text(json.dumps(old))
+    assert read_heartbeats(tmp_path)[0].node == "", "an older version's file"
 
 
 def test_ranks_come_in_their_order_and_half_a_file_is_left_out(tmp_path):

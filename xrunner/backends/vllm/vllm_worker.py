@@ -257,8 +257,8 @@ class VllmExecutor(DecoderOnly):
         """Next tokens [n]: of decoding requests by slot, then of those whose encoding ends. Packed
         with likelihoods where asked for (xrunner.ops.likelihoods.packed). `inputs`: tokens; vLLM
         already has those of decoding requests."""
-        if self._heartbeat is not None:
-            self._heartbeat.begin(message)
+        if self.heartbeat is not None:
+            self.heartbeat.begin(message)
         start_s, slots = self._clock(), self._groups[message.group]
         self._leave(slots, message.removed)
         self._core.release(message.released)
