@@ -31,7 +31,9 @@ class RankProgram:
     """`count` ranks of `python -m MODULE ARGUMENT`. They keep the descriptors `inherited` open (the
     output folder's lock). `per_node`: ranks on a node, if fewer than the launcher's own. `standby`:
     waiting ranks that may serve. `holds`: contents of their memory, by name in words. `command`:
-    starts the only rank, in an interpreter of its own."""
+    starts the only rank, in an interpreter of its own. `devices_each`: devices that each rank alone
+    has, where a rank is a replica of another engine; 0: ranks are devices, and see all of their
+    node."""
 
     module: str
     argument: Path
@@ -41,6 +43,7 @@ class RankProgram:
     standby: Waiting | None = None
     holds: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
+    devices_each: int = 0
 
 
 class Waiting(Protocol):
@@ -163,7 +166,7 @@ _SSH = "ssh"
 # without a terminal nobody can answer ssh's questions
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ASK_TIMEOUT_S = 20.0
-_NO_PYTHON, _NO_FILE = 41, 42  # exit codes of the question below
+_NO_PYTHON, _NO_FILE, _NO_ENGINE = 41, 42, 43  # exit codes of the question below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +183,7 @@ class HostsLauncher:
     program: str | None
     source: Path
     interface: str | None = None  # network interface for messages
+    engine_python: str | None = None  # that ranks start another engine in
     is_here = False
 
     def command(self, ranks: RankProgram) -> list[str]:
@@ -203,8 +207,8 @@ class HostsLauncher:
 
 
 def check_hosts(hosts: HostsLauncher, argument: Path) -> None:
-    """Asks all hosts at once whether they have this Python, see `argument`, and have the cores.
-    Raises InputError with every host that cannot serve."""
+    """Asks all hosts at once whether they have this Python and the engine's, see `argument`, and
+    have the cores. Raises InputError with every host that cannot serve."""
     if shutil.which(_path_of(hosts.program or _SSH)) is None:
         raise wrong(hosts.source, "run.launcher", hosts.program or _SSH,
                     "no such program on this machine")
@@ -218,8 +222,9 @@ def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:
     """The reason why the host cannot run ranks; None if it can."""
     asking = (_SSH, *_SSH_OPTIONS) if hosts.program is None else (_path_of(hosts.program),)
     python, seen = shlex.quote(sys.executable), shlex.quote(str(argument))
+    engine = shlex.quote(_path_of(hosts.engine_python or sys.executable))
     question = (f"test -x {python} || exit {_NO_PYTHON}; test -r {seen} || exit {_NO_FILE}; "
-                "getconf _NPROCESSORS_ONLN")
+                f"test -x {engine} || exit {_NO_ENGINE}; getconf _NPROCESSORS_ONLN")
     try:
         done = subprocess.run([*asking, name, question], capture_output=True,
                               text=True, errors="replace", stdin=subprocess.DEVNULL,
@@ -231,6 +236,9 @@ def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:
     if done.returncode == _NO_FILE:
         return (f"does not see {argument}: the output folder and xgpt's cache must be shared by "
                 "all hosts")
+    if done.returncode == _NO_ENGINE:
+        return (f"has no program {hosts.engine_python}: run.engine_python must be installed at the "
+                "same path on every host")
     if done.returncode != 0:
         return f"cannot be reached: {_last_line(done.stderr)} (exit code {done.returncode})"
     needed = min(hosts.ranks_each * hosts.threads_per_rank, os.cpu_count() or 1)
@@ -285,12 +293,14 @@ def node_names(allocation: Allocation) -> tuple[str, ...]:
 class SlurmLauncher:
     """Starts `ranks_each` consecutive ranks on each node of the allocation, in its order, by srun
     (a task each) or by an mpiexec that finds the allocation by itself. `xgpt submit` runs once, on
-    the first node. Ranks see all GPUs of their node, and use the one with their own index there
-    (xrunner/devices.py). Nodes share a file system, as hosts do."""
+    the first node. Ranks that are devices see all GPUs of their node, and use the one with their
+    own index there (xrunner/devices.py). srun binds those that are replicas to their GPUs, but not
+    the only one of a node; mpiexec binds none. Nodes share a file system, as hosts do."""
 
     spec: SlurmSpec
     ranks_each: int
     environ: Mapping[str, str]
+    has_gpus: bool = False
     is_here = False
 
     def command(self, ranks: RankProgram) -> list[str]:
@@ -302,12 +312,14 @@ class SlurmLauncher:
             return [find_mpiexec(), "-n", str(ranks.count), "-ppn", str(each), *program]
         # NOTE: since 22.05 srun does not take cpus-per-task from the job, nor tasks that sbatch's
         # own `--export` left without an environment
-        cpus = self.environ.get("SLURM_CPUS_PER_TASK")
+        cpus = int(self.environ.get("SLURM_CPUS_PER_TASK") or 0) * (ranks.devices_each or 1)
+        own = [f"--cpus-per-task={cpus}"] if cpus else []
+        if ranks.devices_each and self.has_gpus:  # implies --gpu-bind=per_task
+            own.append(f"--gpus-per-task={ranks.devices_each}")
         return ["srun", "--overlap", "--kill-on-bad-exit=1", f"--mpi={self.spec.mpi}",
                 "--export=ALL", "--distribution=block",
                 f"--nodes={-(-ranks.count // each)}", f"--ntasks={ranks.count}",
-                f"--ntasks-per-node={each}", *([f"--cpus-per-task={cpus}"] if cpus else []),
-                *program]
+                f"--ntasks-per-node={each}", *own, *program]
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
@@ -321,10 +333,10 @@ def launcher_of(job: Job, problem: Problem) -> Launcher:
     cluster = problem.cluster
     if job.slurm is not None and allocation_here() is not None:
         return SlurmLauncher(spec=job.slurm, ranks_each=cluster.devices_per_node,
-                             environ=os.environ)
+                             environ=os.environ, has_gpus=cluster.device.kind == "gpu")
     if job.run.hosts:
         return HostsLauncher(
             names=job.run.hosts[:cluster.num_nodes], ranks_each=cluster.devices_per_node,
             threads_per_rank=threads_per_rank(job, problem), program=job.run.launcher,
-            source=job.source, interface=job.run.interface)
+            source=job.source, interface=job.run.interface, engine_python=job.run.engine_python)
     return LocalLauncher()

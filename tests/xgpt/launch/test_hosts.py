@@ -92,6 +92,23 @@ def test_mpiexec_is_told_of_the_hosts_and_of_no_more_ranks_than_whole_replicas(
     assert {"--nodes=2", "--ntasks=6", "--ntasks-per-node=3"} <= set(of_slurm)
 
 
+@pytest.mark.parametrize(("has_gpus", "own"), [
+    (True, ["--cpus-per-task=8", "--gpus-per-task=2"]), (False, ["--cpus-per-task=8"])])
+def test_a_task_of_slurm_is_a_replica_with_its_devices(tmp_path, has_gpus, own):
+    """Six replicas of two devices each, three on a node."""
+    ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3,
+                        devices_each=2)
+    launcher = SlurmLauncher(spec=SlurmSpec(), ranks_each=6, has_gpus=has_gpus,
+                             environ={"SLURM_CPUS_PER_TASK": "4"})
+    command = launcher.command(ranks)
+    begin = command.index("--nodes=2")
+    assert command[begin:command.index(sys.executable)] == [
+        "--nodes=2", "--ntasks=6", "--ntasks-per-node=3", *own]
+    ours = launcher.command(replace(ranks, devices_each=0))
+    assert "--cpus-per-task=4" in ours and not any("gpus" in word for word in ours), (
+        "ranks that are devices see all GPUs of their node")
+
+
 @pytest.mark.parametrize(("replicas", "each", "per_node"), [
     (2, 3, 6), (8, 1, 8), (3, 4, 8), (2, 8, 8), (1, 16, 8), (2, 5, 5)])
 def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas, each, per_node):
@@ -134,6 +151,9 @@ def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path):
         check_hosts(hosts_for(launcher, ("good",)), tmp_path / "absent.json")
     with pytest.raises(InputError, match=r"run.launcher.*no such program"):
         check_hosts(hosts_for(tmp_path / "absent", ("h1",)), tmp_path)
+    with pytest.raises(InputError, match=r"run.hosts.*has no program .*absent: run.engine_py"):
+        check_hosts(replace(hosts_for(launcher, ("good",)),
+                            engine_python=str(tmp_path / "absent")), argument)
 
 
 PROBLEM = toy_problem()
