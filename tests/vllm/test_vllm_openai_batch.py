@@ -2,6 +2,9 @@
 back in OpenAI's response objects."""
 
 import json
+import os
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,12 @@ import by_data_sheets  # noqa: E402
 import openai_batch  # noqa: E402
 from job_folder import read_lines  # noqa: E402
 from mpi_runs import call, said, sets  # noqa: E402
+from problems import roofline_of, schedule_of, toy_problem  # noqa: E402
 from vllm_jobs import vllm_job  # noqa: E402
+
+from xgpt.core.controls import FixedSchedule  # noqa: E402
+from xgpt.launch.exports import vllm_command  # noqa: E402
+from xsimulator.rough.formulas import fixed_estimate  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -58,6 +66,31 @@ def test_every_line_is_what_openai_promises(tmp_path, model, vllm_python, cache)
     assert call["function"]["name"] == "weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
     assert "vLLM" in openai_batch.why_not(by_name["no schema"])
+
+
+@pytest.mark.slow
+def test_the_exported_script_answers_every_line_in_order(tmp_path, model, vllm_python):
+    """Of two replicas on CPUs, by vLLM alone, whose package for CPUs has no command `vllm`."""
+    asked = [{"custom_id": f"q{place}", "method": "POST", "url": openai_batch.CHAT, "body": {
+        "model": str(model), "messages": [{"role": "user", "content": "x" * place}],
+        "max_tokens": 8}} for place in range(1, 12)]
+    files = tmp_path / "requests.jsonl", tmp_path / "out" / "vllm.jsonl"
+    files[0].write_text("".join(json.dumps(line) + "\n" for line in asked))
+    (tmp_path / "vllm").write_text(
+        f'#!/bin/bash\nshift\nexec {vllm_python} -m vllm.entrypoints.openai.run_batch "$@" '
+        "--enforce-eager\n")
+    (tmp_path / "vllm").chmod(0o755)
+    problem = replace(toy_problem(per_node=1), dtype="float32")
+    one = fixed_estimate("sarathi", problem, roofline_of(problem),
+                         FixedSchedule(max_active=8, token_budget=64))
+    script = vllm_command(
+        schedule_of(problem, one.in_copies(2)), model=str(model), times_of="vllm", files=files,
+        problem=replace(problem, cluster=replace(problem.cluster, devices_per_node=2)))
+    subprocess.run(["bash", "-c", str(script)], check=True, timeout=800, env={
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"})
+    given = read_lines(files[1])
+    assert [line["custom_id"] for line in given] == [line["custom_id"] for line in asked]
+    assert {line["response"]["status_code"] for line in given} == {200}
 
 
 def test_likelihoods_and_forms_outlive_an_eviction(tmp_path, model, vllm_python, cache):

@@ -215,10 +215,11 @@ plan: {engine: vllm}
     found = json.loads(done.stdout)
     words = found["export"]["words"]
     assert words[:2] == ["vllm", "run-batch"]
-    parsed = subprocess.run(
-        [vllm_python, "-c", _PARSE, *words[2:]], check=True, capture_output=True, text=True)
+    files = ["-i", "requests.jsonl", "-o", "answers.jsonl"]  # the script has them, of each replica
+    parsed = subprocess.run([vllm_python, "-c", _PARSE, *words[2:], *files], check=True,
+                            capture_output=True, text=True)
     told = json.loads(parsed.stdout.splitlines()[-1])
-    assert told["data_parallel_size"] == found["deployment"]["replicas"]
+    assert found["deployment"]["replicas"] > 1 == told["data_parallel_size"]
     assert told["tensor_parallel_size"] == found["deployment"]["tp_degree"]
     assert told["max_num_seqs"] == found["controls"]["max_active"]
     assert told["max_num_batched_tokens"] == found["controls"]["token_budget"]
@@ -227,12 +228,9 @@ plan: {engine: vllm}
 
 _PARSE = """
 import json, sys
-from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.run_batch import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-parser.add_argument("-i")
-parser.add_argument("-o")
-told = vars(parser.parse_args(sys.argv[1:]))
+told = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
 print(json.dumps({key: told[key] for key in (
     "data_parallel_size", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens",
     "enable_chunked_prefill", "dtype")}))

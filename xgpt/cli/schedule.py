@@ -91,8 +91,8 @@ def _batch_files(job: Job) -> tuple[Path, Path]:
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Simulate at most N schedules in each round of the search.")
 @click.option("--export", "form", type=click.Choice(["vllm", "vllm-serve"]),
-              help="Print the vLLM command nearest to the schedule: `vllm` runs a file of OpenAI "
-              "batch requests offline, `vllm-serve` starts a server.")
+              help="Print a script that runs vLLM by itself, near the schedule: `vllm` runs a file "
+              "of OpenAI batch requests offline, `vllm-serve` starts a server.")
 @click.option("--verbose", is_flag=True,
               help="Also print alternatives, bounds and stages, as `xgpt explain` does.")
 @within_seconds
@@ -116,9 +116,9 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         save_schedule(recommended, out)
         say(f"schedule written to {out}")
     if not as_json and (text := str(answers)):
-        show(text)
+        show(text, err=form is not None)  # so that standard output is the script alone
         if verbose and answers.plan is not None:
-            show(f"\n{answers.plan.details}")
+            show(f"\n{answers.plan.details}", err=form is not None)
     if answers.infeasible is not None:
         refusal = InfeasibleError(f"{answers.infeasible}{answers.hint}")
         refusal.details = plain(answers.to_dict())
@@ -132,7 +132,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         also = {} if exported is None else {"export": plain(asdict(exported))}
         print_json(answers.to_dict() | also)
     elif exported is not None:
-        show(f"\n{exported}")
+        show(str(exported))
 
 
 @click.command()

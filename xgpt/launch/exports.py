@@ -1,6 +1,7 @@
 """Exports of a job: files for other schedulers (a Kubernetes JobSet, a SkyPilot task), and vLLM's
-command, offline or as a server, as near to a schedule as its flags allow. Pure functions of the job
-and its schedule; nothing is started. Values are put into the templates as JSON, which is always
+command, offline or as a server, as near to a schedule as its flags allow. Offline replicas are a
+shell script: a `vllm run-batch` each, over a part of the file. Pure functions of the job and its
+schedule; nothing is started. Values are put into the templates as JSON, which is always
 YAML.
 
 The command's notes say what no flag of vLLM does: when to prefill, even batches, the order of
@@ -138,20 +139,19 @@ def _filled(template: Template, job: Exported, **values: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCommand:
-    """A command of another engine, notes about it (a sentence each), and commands to run before it
-    on the same machine."""
+    """A command of another engine, notes about it (a sentence each), and the shell script that runs
+    it, on one node or more."""
 
     engine: str
     words: tuple[str, ...]
     notes: tuple[str, ...]
-    before: tuple[str, ...] = ()
+    script: str
 
     def __str__(self) -> str:
-        """The command for a shell, after its notes as comments."""
-        return "\n".join([
-            *(f"# {line}" for note in self.notes for line in textwrap.wrap(
-                note, _COMMENT, break_long_words=False, break_on_hyphens=False)),
-            *self.before, shlex.join(self.words)])
+        """The whole script, with the notes as comments."""
+        return "\n".join(["#!/bin/bash", *(
+            f"# {line}" for note in self.notes for line in textwrap.wrap(
+                note, _COMMENT, break_long_words=False, break_on_hyphens=False)), self.script])
 
 
 def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: str,
@@ -165,17 +165,16 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
     estimate, deployment = schedule.estimate, schedule.deployment
     pool, controls = _only_pool(schedule), estimate.controls
     name = model if "/" in model else problem.model.hub_id or model
-    words = ["vllm", "serve", name] if files is None else [
-        "vllm", "run-batch", "-i", str(files[0]), "-o", str(files[1]), "--model", name]
+    words = ["vllm", "serve", name] if files is None else ["vllm", "run-batch", "--model", name]
     words += ["--tensor-parallel-size", str(_degree(deployment)),
               "--pipeline-parallel-size", str(len(pool.stages))]
-    spread, before, notes = _over_nodes(deployment, problem.cluster.devices_per_node)
-    words += [*spread, "--max-num-seqs", str(getattr(controls, "max_active", 0)
-                                             or math.ceil(estimate.most_in_system))]
-    budget, chunk = getattr(controls, "token_budget", None), getattr(controls, "encode_chunk", 0)
+    budget, chunk = getattr(controls, "token_budget", 0), getattr(controls, "encode_chunk", 0)
     if chunk:
         budget = chunk + math.ceil(estimate.figures.decode_batch)
     has_chunks = bool(chunk) or estimate.policy == "sarathi"
+    active = getattr(controls, "max_active", 0) or math.ceil(estimate.most_in_system)
+    # vLLM refuses more sequences than tokens of a step
+    words += ["--max-num-seqs", str(min(active, budget) if has_chunks else active)]
     words += ["--max-num-batched-tokens", str(budget), "--enable-chunked-prefill"] if (
         has_chunks) else ["--no-enable-chunked-prefill"]
     words += ["--max-model-len", str(_longest(problem))]
@@ -183,7 +182,14 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
         words.append(f"--dtype={problem.dtype}")
     words += ["--quantization", FP8] if problem.weight_dtype == FP8 else []
     words += ["--kv-cache-dtype", FP8] if problem.kv_dtype == FP8 else []
-    return EngineCommand(engine=VLLM, words=tuple(words), before=before, notes=(
+    each = problem.cluster.devices_per_node
+    if files is None or deployment.replicas == 1 or deployment.devices_per_replica > each:
+        spread, before, notes = _over_nodes(deployment, each)
+        words += [*spread, *([] if files is None else ["-i", str(files[0]), "-o", str(files[1])])]
+        script = "\n".join((*before, shlex.join(words)))
+    else:
+        script, notes = _in_parts(words, files, deployment, each), [_PARTS]
+    return EngineCommand(engine=VLLM, words=tuple(words), script=script, notes=(
         *_expected(schedule, times_of), *notes,
         *(_OFFLINE if files is not None else ()),
         *([f"{name} is a shape of the catalog: put its checkpoint there."] if name == (
@@ -194,8 +200,43 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
 
 
 # a line that begins with spaces is a command, which is not broken
-_OFFLINE = ("-i takes OpenAI's batch lines alone. For other prompts, or choices, on one node:",
+_OFFLINE = ("-i takes OpenAI's batch lines alone. For other prompts, or choices:",
             f"  xgpt submit JOB.yaml --set run.engine={VLLM}")
+_PARTS = ("Each replica answers its part of the file, whatever the others have left to do, and "
+          "writes its answers at its end.")
+_SCRIPT = Template("""\
+${head}set -eu
+mkdir -p $folder
+export parts=$$(mktemp -d $folder/vllm.XXXXXX)  # requests, answers and log of each replica
+split --number=l/$replicas --numeric-suffixes --suffix-length=4 $requests "$$parts/requests."
+
+replica() {  # NUMBER
+    $command \\
+        -i "$$parts/requests.$$1" -o "$$parts/answers.$$1" > "$$parts/log.$$1" 2>&1
+}
+$run
+cat "$$parts"/answers.{0000..$last} > $answers""")
+_BY_SLURM = """export -f replica
+srun bash -c 'replica "$(printf %04d "$SLURM_PROCID")"'"""
+
+
+def _in_parts(words: Sequence[str], files: tuple[Path, Path], deployment: Deployment,
+              each: int) -> str:
+    """A script of replicas, each on devices of its own; one for sbatch where nodes of `each`
+    devices are several."""
+    replicas, size = deployment.replicas, deployment.devices_per_replica
+    head, run = "", "\n".join([*(
+        f"CUDA_VISIBLE_DEVICES={','.join(str(n * size + i) for i in range(size))} replica {n:04} &"
+        for n in range(replicas)), "wait"])
+    if replicas > (on_node := each // size):
+        run, head = _BY_SLURM, (f"#SBATCH --ntasks={replicas} --ntasks-per-node={on_node} "
+                                f"--gpus-per-task={size}\n")
+    return _SCRIPT.substitute(
+        head=head, folder=quoted(str(files[1].parent)), replicas=replicas, run=run,
+        requests=quoted(str(files[0])), answers=quoted(str(files[1])), last=f"{replicas - 1:04}",
+        command=shlex.join(words))
+
+
 _JOIN = ("On each other node, once Ray runs on the first:",
          "  ray start --address=FIRST_NODE:6379")
 

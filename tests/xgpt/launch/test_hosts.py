@@ -1,7 +1,9 @@
 """Ranks on several hosts: job keys, mpiexec's options, and hosts that cannot serve."""
 
 import fcntl
+import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -183,11 +185,33 @@ def test_flags_say_the_schedules_numbers_as_their_screen_has_them():
         of(continuous(copies=2), each=8), of(whole), of(rra), of(rra, times_of="vllm")))))
 
 
-def test_an_offline_run_on_several_nodes_begins_with_ray():
-    """Of two replicas of four devices: on nodes of four, and of two."""
+def test_offline_replicas_have_parts_of_the_file_and_devices_of_their_own():
+    """Of two replicas of four devices: on one node, on nodes of four (Slurm), and of two (Ray)."""
     files = Path("requests.jsonl"), Path("out/vllm.jsonl")
     check_screen(Path(__file__).with_name("screens.txt"), "vLLM offline", "\n\n".join(
-        str(of(continuous(copies=2), each=each, files=files)) for each in (4, 2)))
+        str(of(continuous(copies=2), each=each, files=files)) for each in (8, 4, 2)))
+
+
+@pytest.mark.parametrize("each", [8, 4])
+def test_the_parts_answers_are_put_together_in_order(tmp_path, each):
+    """By a vLLM that copies its lines and says which devices it saw, and an srun of two tasks."""
+    programs = {
+        "vllm": 'while [ $# -gt 0 ]; do case $1 in -i) i=$2;; -o) o=$2;; esac; shift; done\n'
+                'sed "s/$/ $CUDA_VISIBLE_DEVICES/" "$i" > "$o"',
+        "srun": 'SLURM_PROCID=1 CUDA_VISIBLE_DEVICES=y "$@"; SLURM_PROCID=0 '
+                'CUDA_VISIBLE_DEVICES=x "$@"'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    files = tmp_path / "re quests.jsonl", tmp_path / "o ut" / "vllm.jsonl"
+    files[0].write_text("".join(f"line {place}\n" for place in range(9)))
+    script = str(of(continuous(copies=2), each=each, files=files))
+    subprocess.run(["bash", "-c", script], check=True, env={
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    lines = [line.split(" ", 2) for line in files[1].read_text().splitlines()]
+    assert [number for _, number, _ in lines] == [str(place) for place in range(9)]
+    devices = ["0,1,2,3", "4,5,6,7"] if each == 8 else ["x", "y"]
+    assert list(dict.fromkeys(seen for *_, seen in lines)) == devices
 
 
 def test_eight_bits_and_a_catalog_name_are_said_in_vllms_words():
