@@ -3,6 +3,7 @@ More ranks than GPUs share them: each has its own part of the memory, and messag
 through host memory."""
 
 import gc
+import os
 import resource
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -54,6 +55,18 @@ def gpu_of(place: int, kinds: Sequence[Hashable]) -> int:
     commonest = Counter(kinds).most_common(1)[0][0]
     equal = [index for index, kind in enumerate(kinds) if kind == commonest]
     return equal[place % len(equal)]
+
+
+def device_words(device: torch.device) -> str:
+    """`GPU 3`, as the host or CUDA_VISIBLE_DEVICES names it, or `cores 0-1`, which this process may
+    use."""
+    if device.type == "cuda":
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = device.index or 0
+        return f"GPU {names[index] if index < len(names) and names[index] else index}"
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    is_range = cores[1:] and cores[-1] - cores[0] == len(cores) - 1
+    return "cores " + (f"{cores[0]}-{cores[-1]}" if is_range else ",".join(map(str, cores)))
 
 
 def has_own_gpu_each(comm: Any, device: torch.device) -> bool:

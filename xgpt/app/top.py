@@ -7,7 +7,7 @@ import math
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from xgpt.core.errors import MissingExtraError, XgptError, visible
 from xgpt.core.units import format_seconds
 from xgpt.launch.slurm_jobs import SlurmJob, cancel_job
 from xgpt.report.table import fact, shown, shown_width, table
+from xgpt.report.words import counted
 from xgpt.run_folder.files import (
     RunFolder,
     SlurmRecord,
@@ -25,13 +26,14 @@ from xgpt.run_folder.files import (
     last_messages,
     no_run_error,
 )
-from xgpt.run_folder.state import State, are_silent, job_status, signs_of_life
-from xrunner.files.heartbeat import RankState, read_heartbeats
+from xgpt.run_folder.state import State, are_silent, job_status, notes_of, signs_of_life
+from xrunner.files.heartbeat import RankState, of_replicas, read_heartbeats
 from xrunner.files.lock import StopRequest
 from xrunner.files.sink import Progress
 
 _MESSAGES = 8
-COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
+MOST_ROWS = 16  # chosen: of a table of ranks, where it does not fill a screen
+_LEFT = ("pool", "node", "device")  # columns of words
 ASK_S = 10.0  # between queries of Slurm
 _LOOK_S = 1.0
 _PANEL = 4  # columns of the panel's border
@@ -73,8 +75,9 @@ class Glance:
         p, facts = self.progress, []
         if self.slurm:
             facts.append(("slurm", self.slurm))
-        if self.activity and self.is_active and (p is None or p.state != "running"):
-            facts.append(("now", self.activity))
+        is_begun = p is not None and p.state == "running"
+        if self.is_active and (now := notes_of(self.ranks) or self.activity * (not is_begun)):
+            facts.append(("now", now))
         if p is None or not p.total:
             return facts
         left = self.left_s
@@ -97,37 +100,11 @@ class Glance:
                           f"{format_seconds(p.latency_p99_s)} for 99 %; {bound}"))
         return facts
 
-    @property
-    def has_replicas(self) -> bool:
-        """Whether the run has several replicas."""
-        return any(rank.replica for rank in self.ranks)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("rank", *(("replica",) if self.has_replicas else ()), *COLUMNS)
-
-    @property
-    def rank_rows(self) -> list[tuple[str, ...]]:
-        """The cells of each rank's row, under `columns`; "-" for current figures of ended ranks."""
-        rows: list[tuple[str, ...]] = []
-        for rank in self.ranks:
-            mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
-            present = (f"{rank.recent_share:.0%}", str(rank.queries)) if self.is_active else (
-                "-", "-")
-            place = (str(rank.replica),) if self.has_replicas else ()
-            rows.append((str(rank.rank), *place, str(rank.stage), rank.pool, present[0],
-                         f"{mean:.0%}", present[1]))
-        return rows
-
-    def lines(self, most_ranks: int | None = None, width: int | None = None) -> list[str]:
-        """The lines below the name and state, for at most `most_ranks` ranks and `width` columns.
-        """
+    def lines(self, most_rows: int = MOST_ROWS, width: int | None = None) -> list[str]:
+        """The lines below the name and state, for at most `most_rows` ranks and `width` columns."""
         lines = [fact(label, words, width) for label, words in self.facts]
         if self.ranks:
-            right = [place for place, name in enumerate(self.columns) if name != "pool"]
-            lines += ["", table(self.columns, self.rank_rows[:most_ranks], right=right)]
-            if (left := len(self.ranks) - (most_ranks or len(self.ranks))) > 0:
-                lines.append(f"and {left} more ranks")
+            lines += ["", *rank_lines(self.ranks, most_rows, is_active=self.is_active)]
         if self.remark:
             lines += ["", fact("note", self.remark, width)]
         if self.messages:
@@ -138,6 +115,46 @@ class Glance:
 
     def __str__(self) -> str:
         return "\n".join([fact(self.name, f"{self.state}, {shown(self.output)}"), *self.lines()])
+
+
+def rank_lines(ranks: Sequence[RankState], most: int = MOST_ROWS, *,
+               is_active: bool = True) -> list[str]:
+    """A table of the ranks, or of the replicas where there are several, with a line for each of
+    several nodes; at most `most` of each. `is_active`: whether their current figures hold."""
+    replicas = of_replicas(ranks)
+    rows = [_rank_row(rank, is_active) for rank in ranks] if len(replicas) == 1 else [
+        _replica_row(replica, is_active) for replica in replicas]
+    header = [name for name in rows[0] if any(row[name] for row in rows)]
+    lines = [table(header, [[row[name] or "-" for name in header] for row in rows[:most]], right=[
+        place for place, name in enumerate(header) if name not in _LEFT])]
+    if more := len(rows[most:]):
+        lines.append(f"and {counted(more, f'more {header[0]}')}")
+    nodes: dict[str, list[RankState]] = {}
+    for replica in replicas:
+        nodes.setdefault(replica.node, []).append(replica)
+    if len(nodes) > 1:
+        lines += [f"{node}: {counted(len(own), 'replica')}" + (
+            f", {sum(one.tokens_per_s for one in own):,.0f} tokens/s" * is_active)
+            for node, own in [*nodes.items()][:most]]
+        lines += [f"and {counted(more, 'more node')}"] if (more := len(nodes) - most) > 0 else []
+    return lines
+
+
+def _rank_row(rank: RankState, is_active: bool) -> dict[str, str]:
+    mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
+    return {"rank": str(rank.rank), "stage": str(rank.stage), "pool": rank.pool,
+            "busy now": f"{rank.recent_share:.0%}" if is_active else "-",
+            "on average": f"{mean:.0%}", "queries": str(rank.queries) if is_active else "-"}
+
+
+def _replica_row(replica: RankState, is_active: bool) -> dict[str, str]:
+    """Cells by their columns; "" for what is not known, or 0."""
+    busy = replica.recent_share if is_active else replica.busy_s / max(replica.elapsed_s, 1e-9)
+    figures = {"at work": replica.queries, "waiting": replica.waiting,
+               "tokens/s": replica.tokens_per_s, "restarts": replica.restarts}
+    return {"replica": str(replica.replica), "node": replica.node, "device": replica.devices,
+            "busy": f"{busy:.0%}", **{name: f"{value:,.0f}" if value else "" for name, value in (
+                figures.items())}}
 
 
 class CachedSlurmState:
@@ -177,7 +194,8 @@ def glance(place: RunFolder, before: Glance | None = None,
         name=place.name, output=output, state=status.state, is_active=status.is_active,
         progress=progress, bound_s=place.bound_s,
         tokens_per_s=_pace(progress, None if before is None else before.progress),
-        queries=_in_system(ranks), ranks=ranks, activity=current_activity(output),
+        queries=sum(one.queries for one in of_replicas(ranks)) if ranks else None, ranks=ranks,
+        activity=current_activity(output),
         slurm=(status.in_words or "").removeprefix("Slurm: "),
         remark=(None if status.is_active else status.run.next_step) or status.cause or "",
         messages=tuple(last_messages(output, _MESSAGES)))
@@ -191,16 +209,6 @@ def _pace(now: Progress | None, before: Progress | None) -> float | None:
         if passed_s > 0:
             return (now.output_tokens - before.output_tokens) / passed_s
     return now.output_tokens / now.elapsed_s
-
-
-def _in_system(ranks: Iterable[RankState]) -> int | None:
-    """Number of queries in the KV caches of the first stage of each pool of each replica."""
-    first: dict[tuple[int, str], RankState] = {}
-    for rank in ranks:
-        pool = rank.replica, rank.pool
-        if pool not in first or rank.stage < first[pool].stage:
-            first[pool] = rank
-    return sum(rank.queries for rank in first.values()) if first else None
 
 
 def _measured(output: Path) -> Iterable[RankState]:
@@ -243,9 +251,9 @@ def screen(now: Glance) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
-    most_ranks = max(shutil.get_terminal_size((80, 36)).lines - 20, 4)  # there are lines for
+    most_rows = max(shutil.get_terminal_size((80, 36)).lines - 20, 4)  # there are lines for
     inside = shutil.get_terminal_size((80, 24)).columns - _PANEL
-    lines, p = now.lines(most_ranks, inside), now.progress
+    lines, p = now.lines(most_rows, inside), now.progress
     if p is not None and p.total:
         lines.insert(0, fact("progress", bar(p.done, p.total)))
     title = Text(visible(f"{now.name}: {now.state}"),

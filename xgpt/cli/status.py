@@ -12,7 +12,7 @@ import click
 
 from xgpt.app.report import Form, write_reports, write_tables
 from xgpt.app.teller import time_left_s
-from xgpt.app.top import CachedSlurmState, follow, glance, stop_job
+from xgpt.app.top import CachedSlurmState, follow, glance, rank_lines, stop_job
 from xgpt.cli.options import (
     check_writable,
     job_options,
@@ -33,6 +33,7 @@ from xgpt.run_folder.state import (
     age_s,
     are_silent,
     job_status,
+    notes_of,
     oldest_s,
     signs_of_life,
 )
@@ -61,6 +62,8 @@ def status(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> Non
     words = None if status.is_active else run.next_step
     for sentence in filter(None, (*_more(place, status), status.in_words, words)):
         show(fact("", sentence))
+    if any(rank.replica for rank in run.ranks):
+        show("\n".join(rank_lines(run.ranks)))
     if (cause := status.cause) is not None:
         show(textwrap.indent(cause, "  "))
 
@@ -99,6 +102,7 @@ def _more(place: RunFolder, status: JobStatus) -> Iterator[str]:
         yield signs_of_life(run.ranks) or ""
     if status.is_active and status.state == State.STARTING:
         yield current_activity(place.output)
+    yield notes_of(run.ranks)
     found = (place.results, place.output / "results.jsonl")
     yield next((shown(path) for path in found if path is not None and path.is_file()), "")
 

@@ -22,7 +22,7 @@ from xgpt.run_folder.files import (
     whole_metrics,
 )
 from xrunner.files.expired import num_expired
-from xrunner.files.heartbeat import RankState, read_heartbeats
+from xrunner.files.heartbeat import RankState, of_replicas, read_heartbeats
 from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.results import Answered, answered, answered_by_last_line
 from xrunner.files.sink import STARTING, Progress, read_progress
@@ -273,3 +273,12 @@ def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str 
             f"{oldest.doing}")
     return said + (f"; the others {format_seconds(round(others[0][0]))} ago or less" if others
                    else "")
+
+
+def notes_of(states: Sequence[RankState]) -> str:
+    """Words for what replicas do instead of steps, with their numbers where there are several."""
+    replicas, by_note = of_replicas(states), dict[str, list[str]]()
+    for replica in replicas:
+        by_note.setdefault(replica.note, []).append(str(replica.replica))
+    return "; ".join(note if not replicas[1:] else f"replica {', '.join(numbers)}: {note}"
+                     for note, numbers in by_note.items() if note)

@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,3 +193,26 @@ def read_heartbeats(output: Path) -> list[RankState]:
         except (OSError, ValueError, TypeError, AttributeError):
             continue
     return sorted(states, key=lambda state: state.rank)
+
+
+def of_replicas(states: Iterable[RankState]) -> list[RankState]:
+    """One state for the ranks of each replica together, in the order of the replicas. `queries`: in
+    the caches of the first stage of each pool."""
+    by_number: dict[int, list[RankState]] = {}
+    for state in sorted(states, key=lambda one: (one.replica, one.rank)):
+        by_number.setdefault(state.replica, []).append(state)
+    return [_together(ranks) for ranks in by_number.values()]
+
+
+def _together(ranks: Sequence[RankState]) -> RankState:
+    first = {rank.pool: rank for rank in sorted(ranks, key=lambda one: (-one.stage, -one.rank))}
+    node, devices = (", ".join(dict.fromkeys(filter(None, (getattr(rank, name) for rank in ranks))))
+                     for name in ("node", "devices"))
+    return replace(ranks[0], node=node, devices=devices,
+                   recent_share=max(rank.recent_share for rank in ranks),
+                   busy_s=max(rank.busy_s for rank in ranks),
+                   queries=sum(rank.queries for rank in first.values()),
+                   waiting=sum(rank.waiting for rank in ranks),
+                   tokens_per_s=sum(rank.tokens_per_s for rank in ranks),
+                   restarts=sum(rank.restarts for rank in ranks),
+                   note=next((rank.note for rank in ranks if rank.note), ""))

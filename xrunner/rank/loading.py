@@ -15,7 +15,7 @@ from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.handover import EntryReceiver, EntrySender, transfers
-from xrunner.devices import peak_memory_bytes
+from xrunner.devices import device_words, peak_memory_bytes
 from xrunner.engine.graphs import CudaCapture
 from xrunner.engine.group import Model
 from xrunner.engine.pipeline import RankReport, Route, routes
@@ -78,7 +78,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
                        if rank in stage.ranks)
     invariant.set_deterministic(plan.deterministic)
     heartbeat = Heartbeat(plan.output, rank=rank, stage=replica.first_stage + stage.index,
-                          pool=pool.name, replica=replica.number)
+                          pool=pool.name, replica=replica.number,
+                          devices=device_words(world.device))
     heartbeat.start()
     weights = kept_weights.weights(weights_key(plan, schedule), lambda: _read(
         plan, schedule, replica, pool, stage, world))
