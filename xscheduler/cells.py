@@ -10,7 +10,13 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.admission_choice import rules_of
 from xscheduler.replays import Replays
-from xscheduler.replicas import max_replicas, problem_on, replica_sizes, weights_fit
+from xscheduler.replicas import (
+    equal_parts,
+    max_replicas,
+    problem_on,
+    replica_sizes,
+    weights_fit,
+)
 from xscheduler.space import CHUNK, Cell, chunk_column
 from xscheduler.tensor_plans import MANY_NODES, tensor_plans
 from xsimulator.plans import PlanCache
@@ -61,6 +67,8 @@ def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     node, or whole nodes. Beyond MANY_NODES nodes, each number of replicas takes as many nodes as it
     can. is_any: include numbers of devices that are too few for the weights."""
     cluster, wanted, found = problem.cluster, problem.fixed.replicas, []
+    if problem.most_stages is not None:
+        return [part for part in equal_parts(problem) if is_any or weights_fit(part)]
     nodes, each = cluster.num_nodes, cluster.devices_per_node
     whole = {each * (nodes // copies) for copies in range(1, nodes + 1)}
     for devices in replica_sizes(cluster):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from xgpt.core.problem import Problem
+from xscheduler.replicas import num_replicas
 
 
 class Division(NamedTuple):
@@ -35,6 +36,10 @@ def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | Non
     """The best division of the problem's cluster into replicas, equal or not, each in one node or
     on whole nodes; None if there is none. qps_of: {devices: requests/s of a replica}."""
     cluster, copies = problem.cluster, problem.fixed.replicas
+    if problem.most_stages is not None:
+        equal = [(size, own, num_replicas(problem, size)) for size, own in qps_of.items()]
+        return _better([Division(count * own, (size,) * count) for size, own, count in equal
+                        if own > 0 and count])
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     if copies is not None:
         return _of_nodes(qps_of, each, nodes, copies)

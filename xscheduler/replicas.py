@@ -26,10 +26,31 @@ def max_replicas(cluster: Cluster, devices: int) -> int:
     return 0 if rest else cluster.num_nodes // nodes
 
 
+def num_replicas(problem: Problem, devices: int) -> int:
+    """Number of equal replicas on `devices` devices each for an engine with `most_stages`: as many
+    as fit, as the job asks for, and as have a request; 0 if the job's values do not allow them."""
+    cluster, fixed = problem.cluster, problem.fixed
+    degree, wanted, most = fixed.tp_degree or 1, fixed.replicas, max_replicas(cluster, devices)
+    is_divided = fixed.tp_degree is None or (
+        devices % degree == 0 and devices // degree <= (problem.most_stages or devices))
+    if devices > cluster.devices_per_node or not is_divided or (wanted or 1) > most:
+        return 0
+    return wanted or min(most, problem.num_queries or most)
+
+
+def equal_parts(problem: Problem) -> list[Problem]:
+    """The problems of one replica for an engine with `most_stages`, by devices of a replica."""
+    return [replica_problem(problem, count, _part_of(problem.cluster, devices))
+            for devices in replica_sizes(problem.cluster)
+            if (count := num_replicas(problem, devices))]
+
+
 def replica_problems(problem: Problem) -> list[Problem]:
     """The problem of one replica, on the largest part that it may have, for every number of
     replicas that the job allows, the most first. There are no more replicas than requests."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
+    if problem.most_stages is not None:
+        return equal_parts(problem)
     largest = {min(max_replicas(cluster, devices), wanted or cluster.num_devices): devices
                for devices in replica_sizes(cluster)}
     counts = sorted(largest, reverse=True) if wanted is None else [wanted]

@@ -70,6 +70,9 @@ def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPla
                 reasons.append(reason)
     if fixed.tp_gpus and fixed.tp_degree is None:
         plans = [plan for plan in plans if plan.tp_degree > 1]
+    if (most := problem.most_stages) is not None:
+        plans = [plan for plan in plans if plan.tp_gpus in (0, cluster.num_devices)
+                 and cluster.num_devices // plan.tp_degree <= most]
     return plans, reasons
 
 

@@ -112,7 +112,7 @@ def test_two_processes_divide_each_layer(tmp_path, toy, vllm_python, cache):
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: rra, encode_batch: 5, "
                   "decode_iterations: 4, decode_micro_batches: 1, encode_chunk: 0, "
-                  "order: input", ranks=2)
+                  "order: input, tp_degree: 2", ranks=2)
     metrics, out = submit(job, cache), tmp_path / "out"
     assert metrics["status"] == "done" and metrics["throughput_qps"]["predicted"] > 0
     assert answers(out) == {q.id: toys.generate(model, q) for q in QUERIES}

@@ -30,9 +30,9 @@ _GROUP = "xgpt.engines"
 _ROWS = {OWN_ENGINE: "xrunner.backends.engine:OWN",
          "deepspeed": "xrunner.backends.deepspeed:ENGINE",
          VLLM: "xrunner.backends.vllm.row:ENGINE"}
-# Engines started as one process. All cores of a machine are one rank's, unless the job names ranks,
-# over which the engine divides each layer.
-ONE_PROCESS = (VLLM,)
+# Engines that run in child processes of ranks, by an interpreter of their own. `run.ranks` counts
+# their devices. The cores of a machine are one device, unless the job names more.
+IN_CHILDREN = (VLLM,)
 # Features of requests beyond plain sampling: log-probabilities of chosen tokens, a least number of
 # tokens, repetition penalty, answers in a form, and options of the engine's own sampler
 # (xgpt.requests.chat).

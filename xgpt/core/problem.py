@@ -61,6 +61,9 @@ class Problem:
     copies: int = 1  # replicas that work like this one; cluster and queries are those of one
     weight_dtype: str = ""  # that weights are held and multiplied in; "": `dtype`
     kv_dtype: str = ""  # of the KV cache; "": `dtype`
+    # most stages of a replica, for an engine of equal replicas, each of equal tensor-parallel
+    # groups within a node; None: any division
+    most_stages: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight_dtype", "kv_dtype"):

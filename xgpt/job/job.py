@@ -14,7 +14,7 @@ from pydantic import Field
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import Constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
-from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
+from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, engine_names
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.job import typed
 from xgpt.job.sections import SlurmSpec
@@ -117,8 +117,8 @@ class RunSpec:
 def check_run(run: RunSpec, reading: typed.Reading) -> None:
     """Records keys of the section that contradict each other or the rest of the file."""
     for key in ("engine_python", "engine_args"):
-        if run.engine not in ONE_PROCESS and reading.has(f"run.{key}"):
-            reading.reject(f"run.{key}", f"only with run.engine: {' or '.join(ONE_PROCESS)}")
+        if run.engine not in IN_CHILDREN and reading.has(f"run.{key}"):
+            reading.reject(f"run.{key}", f"only with run.engine: {' or '.join(IN_CHILDREN)}")
     count = len(run.hosts)
     if count == 0:
         if run.launcher is not None:

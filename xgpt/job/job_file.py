@@ -17,7 +17,7 @@ from pydantic import Field as Described
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import OBJECTIVES, Objective
-from xgpt.core.engines import OWN_ENGINE, VLLM
+from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, XgptError, nearest, wrong
 from xgpt.core.hf.values import gguf_in
 from xgpt.core.units import parse_seconds
@@ -249,7 +249,8 @@ def _check(job: Job, reading: typed.Reading) -> None:
     if job.constraint.objective != "throughput" and (job.slurm is not None or job.run.hosts):
         reading.reject("objective", "throughput where `slurm` or `run.hosts` says what there is: "
                        "plan without them, and ask for as many devices")
-    elif job.constraint.objective != "throughput" and job.run.engine != OWN_ENGINE:
+    elif job.constraint.objective != "throughput" and job.run.engine not in (
+            OWN_ENGINE, *IN_CHILDREN):
         reading.reject("objective", f"throughput with run.engine {job.run.engine}")
     for key in ("makespan_s", "deadline_s"):
         if reading.has(f"constraint.{key}") and not (

@@ -16,7 +16,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import KV_BLOCK_TOKENS, Cluster, Device
 from xgpt.core.constraint import Constraint, deadline_bound
 from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS
-from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, SHARING_ENGINES, VLLM
+from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, SHARING_ENGINES, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
 from xgpt.core.lengths import FloatArray, JointLengths, synthetic_lengths
@@ -192,8 +192,10 @@ def resolve_cluster(job: Job) -> Cluster:
     """The job's cluster, cut to `run.ranks` and the constraint, at the job's price."""
     ranks = job.run.ranks
     if job.cluster == LOCAL_CLUSTER:
-        cluster = local.detect(1 if job.run.engine in ONE_PROCESS and ranks is None else ranks,
-                               len(job.run.hosts) or 1)
+        hosts = len(job.run.hosts) or 1
+        if ranks is None and job.run.engine in IN_CHILDREN and not gpus_here():
+            ranks = hosts
+        cluster = local.detect(ranks, hosts)
     else:
         cluster = job.cluster if isinstance(job.cluster, Cluster) else catalog.cluster(job.cluster)
         cluster = cluster if ranks is None else _part_of(cluster, ranks, job.source)
@@ -332,10 +334,10 @@ def open_layouts(job: Job) -> tuple[Layout, ...]:
     an engine with layouts of its own."""
     run = job.run
     if job.cluster != LOCAL_CLUSTER or run.ranks is not None or run.hosts or (
-            run.engine != OWN_ENGINE and run.engine not in ONE_PROCESS) or gpus_here():
+            run.engine != OWN_ENGINE and run.engine not in IN_CHILDREN) or gpus_here():
         return ()
     cores = usable_cores()
-    if run.engine in ONE_PROCESS:
+    if run.engine in IN_CHILDREN:
         return (Layout(1, run.threads_per_rank or cores),)
     if run.threads_per_rank is not None:
         ranks = min(max(cores // run.threads_per_rank, 1), MAX_DEFAULT_WORKERS)

@@ -10,7 +10,7 @@ from xgpt.app.models import not_used_words
 from xgpt.app.opened_job import OpenedJob
 from xgpt.app.teller import Teller
 from xgpt.core.cluster import Cluster
-from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
+from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
@@ -148,10 +148,10 @@ def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
     if gpus is not None and (why := why_no_torch("gpu")) is not None:
         yield mistake(job, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
                       "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing")
-    if gpus is not None and job.run.engine in ONE_PROCESS and (
-            job.run.ranks or 1) > gpus.num_devices:
-        yield mistake(job, "run.ranks", job.run.ranks, f"at most {gpus.num_devices}, as many as "
-                      f"there are GPUs, with the engine {job.run.engine}")
+    if gpus is not None and job.run.engine in IN_CHILDREN and (
+            job.run.ranks or 1) > (there := gpus.num_devices * (len(job.run.hosts) or 1)):
+        yield mistake(job, "run.ranks", job.run.ranks, f"at most {there}, as many as there are "
+                      f"GPUs, with the engine {job.run.engine}")
     most = _RANKS_PER_CORE * usable_cores() * (len(job.run.hosts) or 1)
     if (job.run.ranks or 1) > most:
         where = "the hosts" if job.run.hosts else "this machine"

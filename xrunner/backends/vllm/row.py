@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.cluster import KV_BLOCK_TOKENS
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.policies import policies, policy
@@ -21,7 +22,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.system.lifeline import without_other_launchers
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.job.job import Job
-from xrunner.backends.engine import Engine, as_one_group, mistake, not_one_group
+from xrunner.backends.engine import Engine, mistake
 from xrunner.checkpoint.source import cache_dir
 
 TOOL_PARSER = "tool_call_parser"  # of vLLM's server, not of its engine
@@ -159,18 +160,32 @@ _OURS = {
     "max_model_len": "the job's longest request", "max_num_seqs": "the schedule",
     "num_gpu_blocks_override": "the schedule", "scheduler_cls": "the schedule's own rule",
     "async_scheduling": "off: the rule decides step by step", "load_format": "`run.weights`",
-    "data_parallel_size": "`schedule.replicas`", "skip_tokenizer_init": "xgpt's own tokenizer",
-    "enable_prefix_caching": "`schedule.prefixes`",
-    "tensor_parallel_size": "`run.ranks`", "pipeline_parallel_size": "1 so far",
+    "skip_tokenizer_init": "xgpt's own tokenizer", "enable_prefix_caching": "`schedule.prefixes`",
+    "tensor_parallel_size": "`schedule.tp_degree`",
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size"),
+                    "1: a replica is one tensor-parallel group"),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"),
+                    "none: a replica lies within a node"),
+    **dict.fromkeys(("distributed_executor_backend", "device_ids", "numa_bind", "numa_bind_nodes",
+                     "numa_bind_cpus"), "the replica: its rank starts vLLM on devices of its own"),
     "speculative_config": "none: a step gives a request one token",
     "kv_transfer_config": "none: one instance", "worker_cls": "vLLM's own",
     "enable_lora": f"`{LORA}` names the adapter of all answers",
 }
 
 
+# most stages of a replica. Each of its devices has a part of every layer.
+MOST_STAGES = 1
+
+
 def runs_here(name: str) -> bool:
     """Whether vLLM can execute the policy: one pool of requests, in one instance."""
     return len(policy(name).pools) == 1
+
+
+def _decided(name: str) -> str | None:
+    """The key or reason that decides an argument of vLLM; None if the job may."""
+    return "`schedule.replicas`" if name.startswith("data_parallel_") else _OURS.get(name)
 
 
 def python_of(job: Job) -> str:
@@ -179,31 +194,27 @@ def python_of(job: Job) -> str:
 
 
 def _refusals(job: Job) -> Iterator[Mistake]:
-    able = ", ".join(row.name for row in policies() if runs_here(row.name))
-    for name in job.schedule.policies:
-        if not runs_here(name):
-            yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands requests "
-                          "from one instance of the engine to another, and xgpt drives one "
-                          "instance of vLLM alone so far")
-    if job.slurm is not None:
-        yield mistake(job, "slurm", None, "left out: the engine vllm runs on this machine alone")
-    if job.run.hosts:
-        yield mistake(job, "run.hosts", ", ".join(job.run.hosts), "this machine alone: the engine "
-                      "vllm was never tried over several")
-    if job.run.weights == "random":
-        yield mistake(job, "run.weights", "random", "checkpoint: vLLM loads the model from its "
-                      "files")
+    yield from _of_two_pools(job, job.schedule.policies)
     if not job.run.cuda_graphs:
         yield mistake(job, "run.cuda_graphs", "off", "left out: vLLM captures its own, but with "
                       "engine_args: {enforce_eager: true}")
     for name in job.run.engine_args:
-        if name in _OURS:
+        if (decides := _decided(name)) is not None:
             yield mistake(job, f"run.engine_args.{name}", job.run.engine_args[name],
-                          f"left out: {_OURS[name]}")
+                          f"left out: {decides}")
     size = job.run.engine_args.get(BLOCK_SIZE)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         yield mistake(job, f"run.engine_args.{BLOCK_SIZE}", size, "a whole number of tokens")
     yield from _wrong_adapter(job)
+
+
+def _of_two_pools(job: Job, names: Iterable[str]) -> Iterator[Mistake]:
+    able = ", ".join(row.name for row in policies() if runs_here(row.name))
+    for name in names:
+        if not runs_here(name):
+            yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands requests "
+                          "from devices that encode to others that decode, and a replica of vLLM "
+                          "does both")
 
 
 def _wrong_adapter(job: Job) -> Iterator[Mistake]:
@@ -244,41 +255,56 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """The problem with a policy of one pool, on one instance whose layers all devices divide.
-    Raises InputError."""
-    mistakes, fixed = list(_unknown(job, problem)), problem.fixed
-    devices = problem.cluster.num_devices
+    """The problem with policies of one pool, on equal replicas that are a tensor-parallel group
+    each. Raises InputError."""
+    fixed, able = problem.fixed, [row.name for row in policies()
+                                  if runs_here(row.name) and row.is_searched]
     if schedule is not None:
-        estimate = schedule.estimate
-        deployment = estimate.deployment
-        if (estimate.others or deployment.num_devices != devices or len(deployment.stages) != 1
-                or deployment.stages[0].tp_degree != devices or not runs_here(estimate.policy)):
-            mistakes.append(mistake(job, "schedule", estimate.policy, "a policy of one pool on one "
-                                    f"tensor-parallel group of {devices} (run.ranks): the engine "
-                                    "vllm is one instance"))
-        fixed = replace(fixed, policies=(estimate.policy,))
-    if mistakes:
+        deployment = schedule.estimate.deployment
+        fixed = replace(fixed, policies=(schedule.estimate.policy,),
+                        tp_degree=deployment.tp_degree, tp_gpus=deployment.tp_gpus)
+    if mistakes := [*_unknown(job, problem, fixed), *_not_executed(job, problem, schedule)]:
         raise InputError(mistakes)
-    able = [row.name for row in policies() if runs_here(row.name) and row.is_searched]
-    named = fixed.policies or tuple(able)
-    return as_one_group(problem, named)
+    return replace(problem, most_stages=MOST_STAGES,
+                   fixed=replace(fixed, policies=fixed.policies or tuple(able)))
 
 
-def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
-    devices = problem.cluster.num_devices
-    if problem.cluster.num_nodes > 1:
-        yield mistake(job, "cluster", job.cluster, "devices of one node with the engine vllm: it "
-                      "was never tried over several")
-    elif (why := refuse_tp_degree(problem.model, devices)) is not None:
-        yield mistake(job, "run.ranks", job.run.ranks, f"so many that divide the layers: {why} "
-                      "(the engine vllm divides each layer over all of them)")
+def _not_executed(job: Job, problem: Problem, schedule: Schedule | None) -> Iterator[Mistake]:
+    """Yields what vLLM cannot execute of a given schedule."""
+    if schedule is None:
+        return
+    stages, others = len(schedule.deployment.stages), len(schedule.estimate.others)
+    if stages > MOST_STAGES:
+        yield mistake(job, "schedule.stages", stages, "1: with the engine vllm a "
+                      "replica is one tensor-parallel group")
+    if others:
+        yield mistake(job, "schedule.others", others, "none: replicas of the engine "
+                      "vllm are all of one shape")
+
+
+def _unknown(job: Job, problem: Problem, fixed: FixedSchedule) -> Iterator[Mistake]:
+    """Yields what vLLM cannot execute of a model, or of the values `fixed` of a schedule."""
+    cluster, degree, gpus = problem.cluster, fixed.tp_degree or 1, fixed.tp_gpus
+    nodes, each = cluster.num_nodes, cluster.devices_per_node
+    yield from _of_two_pools(job, fixed.policies)
     if problem.model.is_encoder_decoder:
         yield mistake(job, "model", job.model, "a decoder-only model: vLLM has no encoder-decoder "
                       "models of text")
     if problem.model.stored_as.startswith("GGUF"):
         yield mistake(job, "model", job.model, "a folder of safetensors: the engine vllm was not "
                       "tried with GGUF")
-    yield from not_one_group(job, problem)
+    if degree > each:
+        yield mistake(job, "schedule.tp_degree", degree, f"at most {each}, a node's devices" + (
+            ": over several nodes vLLM 0.32 needs a `vllm serve --headless` on each further one, "
+            "and a rank of xgpt starts one engine" if nodes > 1 else ""))
+    elif (why := refuse_tp_degree(problem.model, degree)) is not None:
+        yield mistake(job, "schedule.tp_degree", degree, f"one that divides the layers: {why}")
+    elif (fixed.replicas or 1) > (most := nodes * (each // degree)):
+        yield mistake(job, "schedule.replicas", fixed.replicas, f"at most {most}: {nodes} x {each} "
+                      f"devices hold no more replicas of {degree} (schedule.tp_degree)")
+    if fixed.tp_degree is not None and (gpus or 1) not in (1, degree):
+        yield mistake(job, "schedule.tp_gpus", gpus, "left out, or schedule.tp_degree: with the "
+                      "engine vllm all devices of a replica divide its layers")
 
 
 def command(job: Job, module: str, argument: str) -> list[str]:
