@@ -54,7 +54,12 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of, program_of
-from xrunner.checkpoint.source import cache_dir, model_at_hand
+from xrunner.checkpoint.source import (
+    cache_dir,
+    config_of,
+    model_at_hand,
+    write_random_model,
+)
 from xrunner.files.lock import FolderTaken, output_lock
 
 START_S = 1.5  # until ranks that measure have imported torch
@@ -109,12 +114,17 @@ def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
 def _folder_of(opened: OpenedJob) -> Path | None:
     """The folder of the model's files on this machine, for timing other engines than xgpt's own;
     None where there is none."""
-    if opened.files is not None:
-        return opened.files.directory
-    if engine_of(opened.job).identity is None or opened.job.run.weights == "random":
+    job, files = opened.job, opened.files
+    if engine_of(job).identity is not None and job.run.weights == "random":
+        if files is None or not job.output.is_dir():  # a plan alone makes no folder
+            return None
+        write_random_model(files.directory, files.spec, config_of(job.model, files.spec))
+    if files is not None:
+        return files.directory
+    if engine_of(job).identity is None:
         return None
     with suppress(XgptError):
-        if (found := model_at_hand(opened.job.model)) is not None:
+        if (found := model_at_hand(job.model)) is not None:
             return found.directory
     return None
 

@@ -30,6 +30,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.hf.config import from_hf_config
 from xgpt.core.hf.values import gguf_in, load_json
+from xgpt.core.hf.written import written_config
 from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.gguf_file import model_folder, write_safetensors
@@ -79,7 +80,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
 _HUB_TIMEOUT_S = 10.0  # chosen: without network the search should go on soon
 _LEFT_S = 3600.0  # chosen: no conversion of a wheel takes as long
-_KIND = "xgpt-random"  # instead of a Hugging Face model_type
+_KIND = "xgpt-random"  # key of the shape, and model_type where no other engine reads the file
 SERVED_BY = "random weights of its shape"
 
 
@@ -247,19 +248,27 @@ def _download_wheel(wheel: catalog.Wheel, folder: Path) -> Path:
     return wheels[0]
 
 
-def write_random_model(folder: Path, spec: ModelSpec) -> None:
-    """Writes a folder that states a shape, for a model of random weights."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_random_model(folder: Path, spec: ModelSpec, config: dict[str, Any] | None = None) -> None:
+    """Writes a folder that states a shape, for a model of random weights. `config`: what another
+    engine reads of it (`config_of`)."""
     # any token can be an encoder-decoder model's first
-    config = {"model_type": _KIND, "shape": asdict(spec), "decoder_start_token_id": 0}
-    write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
+    own = config or {"model_type": _KIND, "decoder_start_token_id": 0}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "config.json",
+                     json.dumps({**own, _KIND: asdict(spec)}, indent=1) + "\n")
+
+
+def config_of(name: str, spec: ModelSpec) -> dict[str, Any] | None:
+    """A Hugging Face config.json for random weights of the model: its own where that is at hand,
+    else one of its shape; None for a family of which none is written."""
+    if (files := model_at_hand(name)) is None:
+        return written_config(spec)
+    return {**load_json(files.directory / "config.json"), "eos_token_id": None}
 
 
 def random_shape(config: dict[str, Any]) -> ModelSpec | None:
     """Shape stated by a config.json of `write_random_model`; None for any other."""
-    if config.get("model_type") != _KIND:
-        return None
-    return model_from_dict(config["shape"])
+    return model_from_dict(config[_KIND]) if _KIND in config else None
 
 
 def shape_to_make(folder: Path) -> ModelSpec | None:

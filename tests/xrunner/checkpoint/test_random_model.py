@@ -1,5 +1,6 @@
 """`weights: random`: the same model however it is divided, and never more of it than a slice."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,9 +15,11 @@ from toy_runs import run_in_process, split_stages
 from toys import logits_of, random_queries, spec_of
 
 from xgpt.core import catalog
+from xgpt.core.hf.config import from_hf_config
+from xgpt.core.hf.written import written_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
-from xrunner.checkpoint.source import read_spec, write_random_model
+from xrunner.checkpoint.source import config_of, read_spec, write_random_model
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.stage_model import StageModel
@@ -47,6 +50,29 @@ def test_every_shape_of_the_catalog_is_stated_and_read_back(name, tmp_path):
     folder = folder_of(tmp_path, catalog.model(name))
     assert read_spec(folder, "whatever") == catalog.model(name)
     assert isinstance(open_weights(folder, torch.float32), RandomWeights)
+
+
+WRITTEN = ("opt-1.3b", "llama-2-70b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-4b", "smollm2-135m")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_another_engine_reads_the_same_shape_from_it(name, tmp_path):
+    spec = catalog.model(name)
+    config = written_config(spec)
+    write_random_model(tmp_path, spec, config)
+    read = from_hf_config(config, name)
+    assert (read.num_params, read.kv_elements_per_token_layer, read.rope_scaling) == (
+        spec.num_params, spec.kv_elements_per_token_layer, spec.rope_scaling)
+    assert read_spec(tmp_path, name) == spec and eos_ids(tmp_path) == frozenset()
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"]
+
+
+def test_a_models_own_config_is_taken_where_it_is_at_hand(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "own": 1, "eos_token_id": 2, **written_config(catalog.model("smollm2-135m"))}))
+    own = config_of(str(tmp_path), catalog.model("smollm2-135m"))
+    assert own["own"] == 1 and own["eos_token_id"] is None
+    assert config_of("gpt3-39b", catalog.model("gpt3-39b")) is None, "not written"
 
 
 def test_a_folder_of_random_weights_has_no_text_and_no_end(tmp_path):

@@ -29,7 +29,7 @@ from xgpt.run_folder.files import METRICS_FILE, RESULTS_FILE, free_path
 from xgpt.run_folder.state import State, state_left
 from xrunner.backends.engine import engine_of, mistake
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
-from xrunner.checkpoint.source import shape_to_make, write_random_model
+from xrunner.checkpoint.source import config_of, shape_to_make, write_random_model
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.files.forecasts import keep_forecasts
 from xrunner.files.generation import refuse_unsupported_rules
@@ -216,7 +216,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
     job, files = opened.job, opened.files
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
-        write_random_model(files.directory, files.spec)
+        write_random_model(files.directory, files.spec, None if job.run.engine == OWN_ENGINE else
+                           config_of(job.model, files.spec))
     estimate = None if schedule is None else schedule.estimate
     query_tokens, most_input = (0, 0) if estimate is None else (
         estimate.longest_query, estimate.longest_input)

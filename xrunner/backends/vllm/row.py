@@ -23,7 +23,7 @@ from xgpt.core.system.lifeline import without_other_launchers
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.job.job import Job
 from xrunner.backends.engine import Engine, mistake
-from xrunner.checkpoint.source import cache_dir
+from xrunner.checkpoint.source import cache_dir, config_of
 
 TOOL_PARSER = "tool_call_parser"  # of vLLM's server, not of its engine
 LORA = "lora_path"  # folder of an adapter, applied to every answer
@@ -293,6 +293,9 @@ def _unknown(job: Job, problem: Problem, fixed: FixedSchedule) -> Iterator[Mista
     if problem.model.stored_as.startswith("GGUF"):
         yield mistake(job, "model", job.model, "a folder of safetensors: the engine vllm was not "
                       "tried with GGUF")
+    if job.run.weights == "random" and config_of(job.model, problem.model) is None:
+        yield mistake(job, "run.weights", "random", "checkpoint, or with `model` a folder that has "
+                      f"its config.json: none is written for {job.model}, which vLLM would need")
     if degree > each:
         yield mistake(job, "schedule.tp_degree", degree, f"at most {each}, a node's devices" + (
             ": over several nodes vLLM 0.32 needs a `vllm serve --headless` on each further one, "
