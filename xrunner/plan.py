@@ -81,6 +81,7 @@ class Execution:
     # seconds from there after which no request begins (infinite: but those with a deadline); None:
     # all begin
     expires_s: float | None = None
+    stage_model: str = "off"  # xrunner.checkpoint.staging
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
 
 

@@ -18,7 +18,9 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_seconds
 from xgpt.report.lanes import EXPECTED_FILE, read_expected
-from xgpt.run_folder.files import DOING_FILE, MESSAGES_FILE
+from xgpt.report.table import paragraph
+from xgpt.run_folder.files import DOING_FILE, MESSAGES_FILE, text_or_empty
+from xrunner.checkpoint.staging import NOTE_FILE, STAGING_FILE
 from xrunner.files.sink import Progress, read_progress
 
 _INTERVAL_S = 1.0  # between progress lines that are written to a file
@@ -150,10 +152,14 @@ def tell_share(tell: Teller, label: str, path: Path) -> None:
 def tell_run(tell: Teller, path: Path, bound_s: float, silent: str | None = None) -> None:
     """Shows the progress of a run by its progress.json at `path`. `silent`: words for a rank that
     sends no heartbeat."""
-    progress = read_progress(path)
-    if progress is not None:
+    if text := text_or_empty(note := path.parent / NOTE_FILE):
+        tell.say(paragraph(f"note: {text}"))
+        note.write_text("", encoding="utf-8")  # it stays: no other node says the same
+    if (progress := read_progress(path)) is not None:
         left_s = None if silent else time_left_s(progress, path.parent)
-        tell.progress(f"running  {progress_line(progress, bound_s, left_s, silent)}")
+        line = text_or_empty(path.parent / STAGING_FILE) or progress_line(
+            progress, bound_s, left_s, silent)
+        tell.progress(f"running  {line}")
 
 
 def progress_line(progress: Progress, bound_s: float, left_s: float | None = None,

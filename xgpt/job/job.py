@@ -17,7 +17,7 @@ from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, engine_names
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.job import typed
-from xgpt.job.sections import SlurmSpec
+from xgpt.job.sections import SlurmSpec, is_file
 from xgpt.requests.keys import KEYS, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.requests.request_files import RequestFiles
 
@@ -103,6 +103,12 @@ class RunSpec:
     engine_args: Annotated[Mapping[str, Any], typed.any_keys(
         "a mapping of the engine's own arguments, such as {enforce_eager: false}")] = field(
             default_factory=dict)
+    # where each node copies the model's files to; auto: only from a network, to its own disk
+    stage_model: Annotated[str, typed.that(
+        lambda value: value in ("auto", "off") or value is False or (
+            Path(typed.text_of(value)).is_absolute() and not is_file(Path(value))),
+        "auto, off, or the absolute path of a folder (not a file) on each node's own disk",
+        lambda value: value or "off", type=["string", "boolean"])] = "auto"
     # seconds after which answers reported done are on the disk
     sync_s: Annotated[float, typed.amount(parse_seconds, lambda x: 0.1 <= x <= 3600,
                                     "seconds, from 0.1 to 3600: 5 or '1m'")] = 5.0

@@ -157,15 +157,16 @@ def failure(output: Path) -> str | None:
 
 def last_messages(output: Path, count: int) -> list[str]:
     """The last `count` messages of the run, with their times."""
-    return _text(output / MESSAGES_FILE).splitlines()[-count:]
+    return text_or_empty(output / MESSAGES_FILE).splitlines()[-count:]
 
 
 def current_activity(output: Path) -> str:
     """The long activity under way, in one line; "" for none."""
-    return _text(output / DOING_FILE).strip()
+    return text_or_empty(output / DOING_FILE).strip()
 
 
-def _text(path: Path) -> str:
+def text_or_empty(path: Path) -> str:
+    """Text of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

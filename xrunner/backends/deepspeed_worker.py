@@ -32,6 +32,7 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
 from xrunner.backends.executor import DecoderOnly
 from xrunner.checkpoint.source import cache_dir, read_spec
+from xrunner.checkpoint.staging import staged
 from xrunner.comm.exchange import broadcast
 from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.devices import CPU, peak_memory_bytes
@@ -100,7 +101,7 @@ def _load(plan: RunPlan, world: World, clock: Stopwatch) -> tuple[PaddedModel, f
     """(this rank's part, seconds that loading took)."""
     started_s = clock()
     spec = read_spec(plan.model_dir, plan.model_name)
-    model = load_model(plan, world.comm.size, world.barrier)
+    model = load_model(staged(plan), world.comm.size, world.barrier)
     load_s = clock() - started_s
     return PaddedModel(model, max_positions=spec.max_positions, clock=clock,
                        gives_answers=world.comm.rank == 0), load_s

@@ -20,6 +20,7 @@ from xgpt.core.system.lifeline import end_if_unconnected, finish_imports, name_o
 from xgpt.core.system.whole_file import json_text, write_atomically
 from xgpt.requests.spool import Spool
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
+from xrunner.checkpoint.staging import release
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import RankReport
 from xrunner.files.order_file import saved_order
@@ -42,6 +43,9 @@ def run_rank(plan: RunPlan, join: Callable[[], World],
     try:
         world = join()
         work(plan, world)
+        if plan.stage_model != "off":
+            world.barrier()  # until rank 0 has written measured.json
+            release(plan)
         world.close()
     except XgptError as error:
         return _end(error, world)

@@ -99,6 +99,8 @@ def fixed(job):
     *((f"run.reschedule={text}", lambda job: job.run.reschedule, share) for text, share in (
         ("", 0.1), ("auto", 0.1), ("on", 0.1), ("off", None), ("false", None), ("0.25", 0.25),
         ("5%", 0.05), ("1", 1.0))),
+    ("run.stage_model=/scratch", lambda job: job.run.stage_model, "/scratch"),
+    ("run.stage_model=off", lambda job: job.run.stage_model, "off"),
     ('run.stop="###"', lambda job: job.run.stop, ("###",)),
     ('run.stop=["\\n", " "]', lambda job: job.run.stop, ("\n", " ")),
     ("run.engine=deepspeed", lambda job: (job.run.engine, job.plan_engine), ("deepspeed",) * 2),

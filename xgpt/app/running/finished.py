@@ -32,7 +32,7 @@ from xrunner.plan import saved_model
 DONE = "already done"  # the status that `--json` prints
 # keys that do not change answers
 _LABELS = ("name", "source", "output", "slurm", "results", "quote_formulas", "max_search_s")
-_GUARDS = ("sync_s", "restarts", "stall_timeout_s", "verify")  # of the section run
+_GUARDS = ("sync_s", "restarts", "stall_timeout_s", "verify", "stage_model")  # of the section run
 
 
 def job_identity(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:

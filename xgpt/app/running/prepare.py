@@ -249,7 +249,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         has_forms=bool(job.workload.requests and job.workload.requests.terms.form),
         cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
-        deterministic=run.deterministic, private=run.private, sync_s=run.sync_s)
+        deterministic=run.deterministic, private=run.private, sync_s=run.sync_s,
+        stage_model=run.stage_model if run.weights == "checkpoint" else "off")
 
 
 def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
