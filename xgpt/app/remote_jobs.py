@@ -338,7 +338,7 @@ def _needed(plan: Plan | None) -> Needed | None:
         return None
     slack = _COMPUTED_SLACK if isinstance(plan.timing, Roofline) else _SLACK
     weights = problem.model.num_params * DTYPE_BYTES[problem.dtype]
-    load_s = weights / (cluster.num_nodes * cluster.ssd_bytes_per_s)
+    load_s = predicted.load_s or weights / (cluster.num_nodes * cluster.ssd_bytes_per_s)
     return Needed(predicted.wall_s + load_s, _SETUP_S + slack * (
         predicted.wall_s * plan.schedule.margin.factor + load_s))
 

@@ -28,11 +28,12 @@ MOST_ALTERNATIVES, MOST_SIZES = 4, 4  # chosen: rows of the tables, for a screen
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTimes:
     """source: of the step times, in words. seconds: expected for the job's own requests, loading
-    left out; None for a plan of the steady state. by_engine: (engine in words, the same) by other
-    engines' times. sharing: sentences on shared prefixes."""
+    left out; None for a plan of the steady state. load_s: of loading, if known. by_engine: (engine
+    in words, seconds) by other engines' times. sharing: sentences on shared prefixes."""
 
     source: str
     seconds: float | None
+    load_s: float | None = None
     by_engine: Sequence[tuple[str, float]] = ()
     sharing: Sequence[str] = ()
 
@@ -75,7 +76,7 @@ def _head(problem: Problem) -> str:
 def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[tuple[str, str]]:
     figures, margin, cluster = schedule.figures, schedule.margin, problem.cluster
     if times.seconds is not None:
-        yield "time", _time(schedule, problem, times.seconds)
+        yield "time", _time(schedule, problem, times.seconds, times.load_s)
     if (own := _size_of(schedule)) is not None:
         yield "devices", _devices(schedule, problem) + (
             "; times and cost are of a million requests" * (problem.num_queries is None))
@@ -119,7 +120,7 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
             yield "note", note
 
 
-def _time(schedule: Schedule, problem: Problem, seconds: float) -> str:
+def _time(schedule: Schedule, problem: Problem, seconds: float, load_s: float | None) -> str:
     """`5 h 14 min expected, 7 h 35 min at 95 % (limit 8 h), without loading`."""
     limit = next((one for one in schedule.prospects if one.metric == "makespan"), None)
     sure_s = None if limit is None else limit.with_margin_s
@@ -133,7 +134,8 @@ def _time(schedule: Schedule, problem: Problem, seconds: float) -> str:
     if problem.observes:
         text += (f", if every answer has {problem.default_max_tokens:,} tokens: how long they are "
                  "is not known")
-    return f"{text}, without loading"
+    return f"{text}, without loading" if load_s is None else (
+        f"{text}, after {format_seconds(load_s)} of loading")
 
 
 def _size_of(schedule: Schedule) -> SizeTried | None:

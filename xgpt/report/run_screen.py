@@ -22,7 +22,8 @@ def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction
     """The lines before a run. prediction: why there is none, if it is a text. model: its name and
     source. machine, times: in words. sharing: sentences on shared prefixes."""
     duration = f"not predicted: {prediction}" if isinstance(prediction, str) else duration_words(
-        problem, prediction.wall_s, schedule.margin.factor)
+        problem, prediction.wall_s, schedule.margin.factor) + (
+            f", after {format_seconds(prediction.load_s)} of loading" if prediction.load_s else "")
     rows = (("time", duration), ("model", model), ("machine", machine),
             ("plan", f"{controls_line(schedule.estimate)}; {placement(schedule.estimate)}"),
             ("KV cache", room_words(schedule.estimate, problem)),

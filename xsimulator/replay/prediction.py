@@ -56,7 +56,7 @@ class JobPrediction:
     """Expected throughput, latencies and makespan (`wall_s`) of a job, as means over replays.
     Percentiles are over the requests of one job. TTFT counts from the arrival. TPOT is of requests
     with more than one output token, None without any. `encoded_tokens`: of inputs, without those
-    that requests share. `ends`: None without deadlines."""
+    that requests share. `ends`: None without deadlines. `load_s`: before them; None: unknown."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -69,6 +69,7 @@ class JobPrediction:
     wall_s: float
     encoded_tokens: float = 0.0
     ends: EndTimes | None = field(default=None, compare=False, repr=False)
+    load_s: float | None = None
 
 
 def num_checked_queries(problem: Problem, estimate: Estimate) -> int:
@@ -95,9 +96,10 @@ def with_limit_length(outputs: IntArray, length: int) -> IntArray:
 
 
 def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = None,
-                    deadlines_s: FloatArray | None = None) -> JobPrediction:
+                    deadlines_s: FloatArray | None = None,
+                    load_s: float | None = None) -> JobPrediction:
     """The mean prediction of replays of one job. num_queries: of the whole job, if the replays are
-    of only some of its requests. deadlines_s: of those replayed, [requests]."""
+    of only some of its requests. deadlines_s: of those replayed, [requests]. load_s: before it."""
     figures, ends_s = [], list[FloatArray]()
     for result in results:
         figures.append(_figures(result, num_queries))
@@ -109,7 +111,7 @@ def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = N
     for name in ("tpot_p50_s", "tpot_p99_s"):
         mean[name] = None if math.isnan(mean[name]) else mean[name]
     own_s = np.empty(0) if deadlines_s is None else deadlines_s[np.isfinite(deadlines_s)]
-    return JobPrediction(**mean, ends=None if not len(own_s) else EndTimes(
+    return JobPrediction(**mean, load_s=load_s, ends=None if not len(own_s) else EndTimes(
         np.concatenate(ends_s), np.tile(own_s, len(ends_s))))
 
 
