@@ -131,7 +131,7 @@ class LocalLauncher:
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
-        if ranks.count > 1:
+        if ranks.count > 1 or ranks.devices_each > 1:
             remove_leftovers()
         started = None if ranks.standby is None else ranks.standby.serve(ranks)
         watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited,
