@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
+from xgpt.core.cluster import KV_BLOCK_TOKENS
 from xgpt.core.controls import LEAST_TOKENS
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
@@ -66,6 +67,9 @@ class Execution:
 
     threads_per_rank: int
     device_kind: Literal["cpu", "gpu"] = "cpu"  # device of each rank
+    engine_python: str = ""  # interpreter of another engine
+    restarts: int = 0  # of engines, that are left to this run
+    stall_timeout_s: float | None = None  # seconds without a step after which an engine is dead
     is_watched: bool = False  # the launcher watches lengths and steps, and may replan
     slots: int = 0  # requests a group's cache has room for; 0: as planned
     shares_prefixes: bool = False  # those of spool/prefixes.npy
@@ -83,7 +87,6 @@ class Execution:
     expires_s: float | None = None
     stage_model: str = "off"  # xrunner.checkpoint.staging
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
-
 
     def expires_at(self, deadlines_s: FloatArray | None, query: int) -> float:
         """Clock time after which a request does not begin. `deadlines_s`: of all, [requests]."""
@@ -112,6 +115,11 @@ class RunFiles:
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Answers, Execution, RunFiles):
     """All settings that a rank needs besides schedule.json."""
+
+    @property
+    def kv_block_tokens(self) -> int:
+        """Number of tokens in a KV block."""
+        return int(self.engine_args.get("block_size") or KV_BLOCK_TOKENS[self.device_kind])
 
     def save(self) -> Path:
         """Writes run.json into the output folder and returns its path."""

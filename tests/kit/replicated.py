@@ -21,10 +21,11 @@ from xrunner.engine.head import Head, PoolLink
 from xrunner.engine.pipeline import Neighbours, routes
 from xrunner.engine.pool_requests import Extent
 from xrunner.engine.replicas import FromRankZero, ToReplicas
+from xrunner.engine.running_rules import RunningRules
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.world import replica_of, replicas_of
+from xrunner.rank.world import replicas_of
 from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, rules_for, withdraw_waiting
@@ -66,7 +67,8 @@ class Job:
 
     def run(self, sink: Collector, *, comms: Sequence[LocalComm] = (), slow: int | None = None,
             routing: str = ROUND_ROBIN,
-            prepare: Callable[[Head, ToReplicas], None] = lambda head, others: None,
+            prepare: Callable[[Head, ToReplicas, RunningRules], None] = (
+                lambda head, others, rules: None),
             ) -> dict[int, StageExecutor]:
         """Every rank's executor. `comms`: of ranks that ran before. `slow`: one of two replicas,
         each step of which takes as long as all that the other has to do. `prepare`: rank 0's head,
@@ -89,7 +91,7 @@ class Job:
         supply = ToReplicas(comms[0], sink, router, self.queries, order,  # type: ignore[arg-type]
                             replicas)
         head = self._head(comms[0], executors[0], supply)
-        prepare(head, supply)
+        prepare(head, supply, RunningRules(comms[0], supply, replicas))
         supply.start(head)
         head.start()
         sink.is_complete = head.run()
@@ -160,7 +162,7 @@ class Job:
         assert all(r.query.input_ids for r in results), "as rank 0 knows them"
 
     def _work(self, comm: LocalComm, executor: StageExecutor) -> None:
-        replica = replica_of(self.estimate, comm.rank)
+        replica = next(one for one in replicas_of(self.estimate) if comm.rank in one.ranks)
         if comm.rank != replica.head:
             serve(comm, routes(replica.pools)[comm.rank], executor)
             return
@@ -171,7 +173,7 @@ class Job:
         head.run()
 
     def _head(self, comm: LocalComm, executor: StageExecutor, supply: Any) -> Any:
-        replica = replica_of(self.estimate, comm.rank)
+        replica = next(one for one in replicas_of(self.estimate) if comm.rank in one.ranks)
         head = head_of(self.directory, Neighbours(comm, routes(replica.pools)[comm.rank]),
                        executor, rules_for(replica.estimate)[0], supply, PoolLink(supply))
         head.requests.extent = Extent(queries=len(self.queries), longest_input=20,

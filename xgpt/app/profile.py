@@ -7,6 +7,7 @@ import math
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -53,7 +54,7 @@ from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xrunner.backends.engine import engine_of, program_of
+from xrunner.backends.engine import engine_of
 from xrunner.checkpoint.source import (
     cache_dir,
     config_of,
@@ -330,6 +331,8 @@ def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: T
             "patience_s": session.patience_s, "captures": job.run.cuda_graphs,
             "near": cluster.intra_link.name, "far": cluster.inter_link.name,
             "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
+                "python": job.run.engine_python or sys.executable, "log": str(
+                    target.with_suffix(".log")),
                 "model_dir": str(needed.folder), "arguments": dict(job.run.engine_args),
                 "device_kind": cluster.device.kind}}), encoding="utf-8")
 
@@ -339,10 +342,10 @@ def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: T
                 stop.touch()
 
         try:
-            command = program_of(job, needed.engine.profiler, request)
-            ranks = RankProgram(module=needed.engine.profiler, argument=request, command=command,
-                                count=1 if command else of.ranks,
-                                standby=None if command else needed.standby)
+            is_ours = not needed.engine.rank_per_replica
+            ranks = RankProgram(module=needed.engine.profiler, argument=request,
+                                count=of.ranks if is_ours else 1,
+                                standby=needed.standby if is_ours else None)
             needed.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
         finally:
             tell.end_progress()

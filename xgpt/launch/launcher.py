@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from xgpt.core.errors import MissingExtraError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
@@ -30,10 +30,9 @@ from xgpt.launch.process import Started, run_watched, start, watch_to_end
 class RankProgram:
     """`count` ranks of `python -m MODULE ARGUMENT`. They keep the descriptors `inherited` open (the
     output folder's lock). `per_node`: ranks on a node, if fewer than the launcher's own. `standby`:
-    waiting ranks that may serve. `holds`: contents of their memory, by name in words. `command`:
-    starts the only rank, in an interpreter of its own. `devices_each`: devices that each rank alone
-    has, where a rank is a replica of another engine; 0: ranks are devices, and see all of their
-    node."""
+    waiting ranks that may serve. `holds`: contents of their memory, by name in words.
+    `devices_each`: devices that each rank alone has, where a rank is a replica of another engine;
+    0: ranks are devices, and see all of their node."""
 
     module: str
     argument: Path
@@ -42,7 +41,6 @@ class RankProgram:
     inherited: tuple[int, ...] = ()
     standby: Waiting | None = None
     holds: Mapping[str, str] = field(default_factory=dict)
-    command: tuple[str, ...] = ()
     devices_each: int = 0
 
 
@@ -87,18 +85,6 @@ def ranks_per_node(estimate: Estimate, devices_per_node: int) -> int | None:
     return max(devices_per_node // each * each, min(each, devices_per_node))
 
 
-def rank_layout(estimate: Estimate, devices_per_node: int, *, per_replica: bool,
-                ) -> dict[str, Any]:
-    """Fields of the RankProgram that runs a schedule: `count`, `per_node` and `devices_each`, with
-    a rank per device, or per replica (all of one shape)."""
-    per_node = ranks_per_node(estimate, devices_per_node)
-    if not per_replica:
-        return {"count": estimate.num_devices, "per_node": per_node}
-    each = estimate.deployment.devices_per_replica
-    return {"count": estimate.num_devices // each, "devices_each": each,
-            "per_node": per_node and per_node // each}
-
-
 def _is_placed(copies: Sequence[int], count: int, devices_per_node: int) -> bool:
     """Whether replicas on so many devices each, one after the other, lie within nodes or on whole
     ones with `count` ranks per node."""
@@ -122,16 +108,13 @@ class LocalLauncher:
     is_here = True
 
     def command(self, ranks: RankProgram) -> list[str]:
-        if ranks.command:
-            assert ranks.count == 1, f"{ranks = }"
-            return [*ranks.command]
         if ranks.count == 1:
             return [sys.executable, "-m", ranks.module, str(ranks.argument)]
         return local_mpi_command(ranks)
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
-        if ranks.count > 1 or ranks.devices_each > 1:
+        if ranks.count > 1:
             remove_leftovers()
         started = None if ranks.standby is None else ranks.standby.serve(ranks)
         watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited,
@@ -319,14 +302,9 @@ class SlurmLauncher:
         refuse_long_name()
         program = [*self.spec.container, sys.executable, "-m", "mpi4py", "-m", ranks.module,
                    str(ranks.argument)]
-        if self.spec.launch == "mpiexec":
-            each = ranks.per_node or self.ranks_each
-            return [find_mpiexec(), "-n", str(ranks.count), "-ppn", str(each), *program]
-        return [*self.srun(ranks), *program]
-
-    def srun(self, ranks: RankProgram) -> list[str]:
-        """srun with its options for these ranks."""
         each = ranks.per_node or self.ranks_each
+        if self.spec.launch == "mpiexec":
+            return [find_mpiexec(), "-n", str(ranks.count), "-ppn", str(each), *program]
         # NOTE: since 22.05 srun does not take cpus-per-task from the job, nor tasks that sbatch's
         # own `--export` left without an environment
         cpus = int(self.environ.get("SLURM_CPUS_PER_TASK") or 0) * (ranks.devices_each or 1)
@@ -336,25 +314,12 @@ class SlurmLauncher:
         return ["srun", "--overlap", "--kill-on-bad-exit=1", f"--mpi={self.spec.mpi}",
                 "--export=ALL", "--distribution=block",
                 f"--nodes={-(-ranks.count // each)}", f"--ntasks={ranks.count}",
-                f"--ntasks-per-node={each}", *own]
+                f"--ntasks-per-node={each}", *own, *program]
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
         run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
                     inherited=ranks.inherited, is_managed=True)
-
-
-def planned_srun(job: Job, problem: Problem, estimate: Estimate, per_replica: bool) -> str:
-    """srun's options for the ranks of a schedule that is planned outside of the allocation; "" if
-    srun does not start them."""
-    assert job.slurm is not None, "a job for Slurm"
-    cluster, cpus = problem.cluster, job.slurm.cpus_per_task
-    launcher = SlurmLauncher(spec=job.slurm, ranks_each=cluster.devices_per_node,
-                             environ={"SLURM_CPUS_PER_TASK": str(cpus or "")},
-                             has_gpus=cluster.device.kind == "gpu")
-    layout = rank_layout(estimate, cluster.devices_per_node, per_replica=per_replica)
-    return "" if job.slurm.launch == "mpiexec" else " ".join(launcher.srun(
-        RankProgram(module="", argument=job.output, **layout)))
 
 
 def launcher_of(job: Job, problem: Problem) -> Launcher:

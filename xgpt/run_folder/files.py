@@ -30,6 +30,7 @@ from xgpt.requests.request import Requests
 from xgpt.requests.request_files import TABLES
 from xgpt.requests.spool import num_queries
 from xgpt.requests.spool_columns import temporary_file
+from xrunner.files.deaths import DEATHS_FILE
 from xrunner.files.expired import num_expired
 from xrunner.files.forecasts import FORECASTS_FILE
 from xrunner.files.heartbeat import HEARTBEATS
@@ -41,7 +42,6 @@ from xrunner.files.sink import STARTING, UNDERWAY_FILE, read_progress, write_pro
 from xrunner.plan import AGREEMENT_FILE
 
 RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
-DEATHS_FILE = "deaths.json"  # requests at whose work ranks died (xgpt.app.running.run)
 MESSAGES_FILE = "messages.log"  # messages of the last run, a line each, with the time
 START_FILE = "started.json"  # when the job's first command began; gone once the job is done
 DOING_FILE = "doing"  # a long activity under way, in one line; exists while it lasts

@@ -1,5 +1,6 @@
-"""Measures vLLM's steps: `PYTHON -m xprofiler.measure.vllm_worker REQUEST.json`, in the interpreter
-that has vLLM. Points, noise limits and profile are those of any source.
+"""Measures vLLM's steps, in an engine in a process of its own, as a run executes them:
+`python -m xprofiler.measure.vllm_worker REQUEST.json`. Points, noise limits and profile are those
+of any source.
 
 vLLM's kernels cannot be marked from outside as our own can. The seconds of a step's parts follow
 from differences between steps, for n requests and T tokens.
@@ -15,6 +16,7 @@ later would be taken for a head. A part that is lost in the noise counts as a hu
 step: of nothing, any noise would be a large share."""
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -22,8 +24,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import model_from_dict
@@ -33,7 +33,10 @@ from xprofiler.measure.ranks import connect
 from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
 from xprofiler.points import Needs, Point
 from xprofiler.profile import ALL_REDUCE, Sample
-from xrunner.backends.vllm.core import PREFIX, CoreSettings, EngineCore
+from xrunner.backends.vllm.child import EngineChild
+from xrunner.backends.vllm.protocol import PREFIX, Added, Step
+from xrunner.backends.vllm.settings import EngineSettings, cores_of_each
+from xrunner.engine.pipeline import ExecutorDied
 from xrunner.query import Sampling
 from xrunner.rank.lifecycle import end_process
 
@@ -48,7 +51,7 @@ _TOKEN = 7  # any
 class VllmBench:
     """Executes and times steps of the whole model in a vLLM engine core."""
 
-    def __init__(self, core: EngineCore, num_layers: int, sampling: Sampling, *, head_share: float,
+    def __init__(self, core: EngineChild, num_layers: int, sampling: Sampling, *, head_share: float,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         """`head_share`: the head's share of the model's weights."""
         self.num_layers, self._head_share = num_layers, head_share
@@ -133,28 +136,28 @@ class VllmBench:
 
     def _decoded_s(self, contexts: Sequence[int]) -> float:
         """Seconds of a decode step, which follows the step that starts the requests."""
-        most = self._core.max_tokens - 2  # contexts scatter beyond the model's positions
-        names = self._add([min(max(n - 1, 1), most) for n in contexts], PREFIX)
-        self._core.step(dict.fromkeys(names, 1))
+        assert self._core.loaded is not None
+        most = self._core.loaded.max_tokens - 2  # contexts scatter beyond the model's positions
+        added = self._added([min(max(n - 1, 1), most) for n in contexts], PREFIX)
+        wanted = [(one.name, 1) for one in added]
+        self._core.step(Step(wanted, added))
         start_s = self._clock()
-        self._core.step(dict.fromkeys(names, 1))
-        seconds = self._clock() - start_s
-        self._core.end(names)
-        return seconds
+        self._core.step(Step(wanted))
+        return self._ended(added, self._clock() - start_s)
 
     def _encoded_s(self, lengths: Sequence[int]) -> float:
+        added = self._added(lengths, "")
         start_s = self._clock()  # a run also adds its requests within the step
-        names = self._add(lengths, "")
-        self._core.step(dict(zip(names, lengths, strict=True)))
-        seconds = self._clock() - start_s
-        self._core.end(names)
-        return seconds
+        self._core.step(Step([(one.name, len(one.tokens)) for one in added], added))
+        return self._ended(added, self._clock() - start_s)
 
-    def _add(self, lengths: Sequence[int], prefix: str) -> list[str]:
-        names = [f"{prefix}{next(self._numbers)}" for _ in lengths]
-        for name, length in zip(names, lengths, strict=True):
-            self._core.add(name, [_TOKEN] * length, self._sampling)
-        return names
+    def _added(self, lengths: Sequence[int], prefix: str) -> list[Added]:
+        return [Added(f"{prefix}{next(self._numbers)}", [_TOKEN] * length, self._sampling)
+                for length in lengths]
+
+    def _ended(self, added: Sequence[Added], seconds: float) -> float:
+        self._core.step(Step((), ended=[one.name for one in added]))
+        return seconds
 
 
 def _inputs(tokens: int) -> list[int]:
@@ -171,7 +174,7 @@ _FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
 class _OfVllm(Measuring):
     """Measures a profile's points in a vLLM engine core."""
 
-    _core: EngineCore | None = None
+    _core: EngineChild | None = None
 
     def bench_of(self, degree: int) -> Any:
         """A VllmBench of this tensor-parallel degree; closes the core of the degree before."""
@@ -179,7 +182,10 @@ class _OfVllm(Measuring):
         settings = settings_of(request, Needs(**request.needs), degree)
         started_s = time.monotonic()
         self.close()
-        self._core = core = EngineCore(settings)
+        engine = request.engine
+        self._core = core = EngineChild(engine["python"], Path(engine["log"]))
+        core.load(settings.load)
+        core.await_ready()
         self.begin_s += time.monotonic() - started_s  # loading does not count as measuring
         return VllmBench(core, self._spec.num_layers, self._sampling,
                          head_share=self._spec.head_params / self._spec.num_params)
@@ -203,7 +209,7 @@ class _OfVllm(Measuring):
             if key.name == ALL_REDUCE})
 
 
-def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> CoreSettings:
+def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> EngineSettings:
     """Settings to start vLLM with, so that it can execute any step up to `needs`, on `tp_degree`
     processes."""
     spec, engine, dtype = model_from_dict(request.model), request.engine, request.metadata["dtype"]
@@ -212,9 +218,10 @@ def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> Co
     # contexts scatter around their mean by a third; a decode step is measured one token later
     longest = max(4 * needs.context_tokens // 3, needs.input_tokens) + 4
     held = max(needs.queries * (needs.context_tokens + 2), needs.tokens + 2 * queries)
-    return CoreSettings(
+    return EngineSettings(
         model_dir=Path(engine["model_dir"]), dtype=dtype, is_random=True,
-        threads=int(request.metadata["threads_per_rank"]), max_queries=queries,
+        cores=cores_of_each(sorted(os.sched_getaffinity(0)), tp_degree,
+                            int(request.metadata["threads_per_rank"])), max_queries=queries,
         max_tokens=min(longest, spec.max_positions or longest),
         kv_tokens=held,
         kv_token_bytes=kv_bytes, tp_degree=tp_degree, device_kind=engine["device_kind"],
@@ -224,13 +231,12 @@ def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> Co
 
 def main(arguments: list[str]) -> int:
     request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
-    torch.set_num_threads(int(request.metadata["threads_per_rank"]))
     measuring = _OfVllm(request, connect(1))
     try:
         measuring.run()
-    except XgptError as error:
+    except (XgptError, ExecutorDied) as error:
         print(f"xgpt: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return getattr(error, "exit_code", 1)
     finally:
         measuring.close()
     return 0

@@ -3,7 +3,6 @@ runner's own engine (xrunner.rank.worker) executes every policy and layout."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 from xgpt.core.engines import OWN_ENGINE, engine_place, load_row
@@ -29,8 +28,7 @@ class Engine:
       for a given schedule, and raises InputError with every mistake.
     `refusals`: mistakes that the job file alone shows, before anything is fetched.
     `check_installed`: raises XgptError if something is missing.
-    `command`: (job, module, argument) to the command of its only process, in another interpreter.
-      None: ranks are started as ours are.
+    `rank_per_replica`: a rank executes a whole replica, on all its devices; else one device.
     `profiler`: module that measures its times, as `python -m PROFILER REQUEST.json`.
     `identity`: what its times depend on besides model and machine; None: our own code."""
 
@@ -43,7 +41,7 @@ class Engine:
     is_changeable: bool = False  # applies a changed schedule while it runs
     tells_steps: bool = False  # its heartbeats report steps, from which profiles learn
     note: str = ""  # printed with every schedule if it is not predicted
-    command: Callable[[Job, str, str], list[str]] | None = None
+    rank_per_replica: bool = False
     profiler: str = "xprofiler.measure.worker"
     identity: Callable[[Job], str] | None = None
 
@@ -51,12 +49,6 @@ class Engine:
 def engine_of(job: Job) -> Engine:
     """The engine that the job names."""
     return cast(Engine, load_row(engine_place(job.run.engine)))
-
-
-def program_of(job: Job, module: str, argument: Path) -> tuple[str, ...]:
-    """Command of the only process of the job's engine; () if ranks are started as ours are."""
-    command = engine_of(job).command
-    return () if command is None else tuple(command(job, module, str(argument)))
 
 
 def mistake(job: Job, key: str, value: object, allowed: str) -> Mistake:

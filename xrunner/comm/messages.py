@@ -176,7 +176,8 @@ class ReplicaMessage:
     `begun`: requests begun, in the order given. `results`: each request without input tokens.
     `at_work`: (input, output) tokens of active requests; None if not looked up. `changed`:
     (revision, first phase) of a change that was applied. `given_back`: indices given back on
-    request; None if none was made."""
+    request; None if none was made. `lost`: indices that had begun, and that had not, when what
+    executes its steps died, and `died` says how. `is_ready`: it can execute steps."""
 
     replica: int
     begun: int
@@ -186,6 +187,9 @@ class ReplicaMessage:
     changed: tuple[int, int] | None = None
     given_back: tuple[int, ...] | None = None
     has_ended: bool = False
+    died: str = ""
+    lost: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    is_ready: bool = True
 
 
 Message = (StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage

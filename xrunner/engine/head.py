@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from torch import Tensor
-
 from xrunner.comm.messages import Message, StartMessage
 from xrunner.devices import Arriving
-from xrunner.engine.pipeline import Executor, Neighbours
+from xrunner.engine.pending import PendingStep, PendingSteps
+from xrunner.engine.pipeline import Executor, ExecutorDied, Neighbours
 from xrunner.engine.pool_requests import ActiveQuery, PoolRequests, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import EXPIRED, FinishedQuery, PreparedQuery
@@ -58,6 +55,11 @@ class Supply:
     def hear(self, head: Head, message: Message) -> None:
         """Handles a message from one of the `sources`."""
         raise AssertionError(f"{message = } from nobody")
+
+    def died(self, head: Head, death: ExecutorDied) -> None:
+        """Gives the head's requests to others, and lets it begin again. Raises `death` if there
+        are no others."""
+        raise death
 
     def close(self, head: Head) -> bool:
         """Ends after the last step; returns whether all requests given to others are done."""
@@ -112,7 +114,9 @@ class PoolLink:
         while True:
             self._supply.look(head, wait_s)
             group = head.next_group()
-            if group is not None or not self._supply.is_open or head.sink.should_stop():
+            is_over = not self._supply.is_open and (
+                head.executor.is_ready or not head.requests.has_work)
+            if group is not None or is_over or head.sink.should_stop():
                 return group
             if wait_s:
                 head.report()
@@ -123,6 +127,10 @@ class PoolLink:
 
     def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
         """Called with the requests of `group` that a step's tokens have completed."""
+
+    def died(self, head: Head, death: ExecutorDied) -> None:
+        """See Supply.died."""
+        self._supply.died(head, death)
 
     def close(self, head: Head) -> bool:
         """Ends after the last step; returns whether all requests handed on are done."""
@@ -143,18 +151,24 @@ class Head:
         # count tokens before they are known: the executor keeps them, and nothing is evicted
         self._counts_ahead = executor.keeps_tokens and not may_evict(rule)
         self._due: list[ActiveQuery] = []  # results to give out
-        self._expired: list[PreparedQuery] = []  # not begun by their deadlines; to give out
+        # requests to give out that get no answer: finish reason, and why in words
+        self._unanswered: list[tuple[PreparedQuery, str, str]] = []
         self._expires_at = math.inf  # clock time of the first deadline of those that wait
         self._known_s = 0.0  # when tokens were last committed
         self.output_tokens = self.encoded_tokens = 0  # the second of chunks alone
-        self._executor, self._vocabulary = executor, vocabulary
-        self._link = link or PoolLink()
+        self.executor, self._vocabulary = executor, vocabulary
+        self.link = link or PoolLink()
+        self.make_rule: Callable[[], BatchingRule] | None = None  # set if the executor may die
+        executor.attach(self.requests)
 
     def submit(self, query: PreparedQuery) -> bool:
         """Queues a request; returns False if it can never fit the schedule's KV budget. One whose
-        deadline has passed does not begin."""
+        deadline has passed, or that the executor refuses, does not begin."""
         if query.expires_at <= time.time():
-            self._expired.append(query)
+            self._unanswered.append((query, EXPIRED, EXPIRED))
+            return True
+        if (why := self.executor.refusal(query)) is not None:
+            self._unanswered.append((query, "error", why))
             return True
         self._expires_at = min(self._expires_at, query.expires_at)
         known = {"forecast": query.forecast} if query.forecast else {}
@@ -172,39 +186,35 @@ class Head:
         return indices
 
     def expire(self) -> None:
-        """Gives out, without answers, the waiting requests whose deadline has passed."""
+        """Gives out, without answers, refused requests and waiting ones whose deadline has
+        passed."""
         if self._expires_at <= time.time():
             self._expires_at = math.inf
             for query in self.requests.remove(withdraw_waiting(
                     self.rule, self.requests.num_waiting)):
                 self.submit(query)
-        for query in self._expired:
+        for query, reason, why in self._unanswered:
             self.sink.finished(FinishedQuery(
-                query=query, output_ids=(), finish_reason=EXPIRED, text="", error=EXPIRED,
+                query=query, output_ids=(), finish_reason=reason, text="", error=why,
                 encode_start_s=0.0, first_token_s=0.0, last_token_s=0.0))
-        self._expired.clear()
-
-    def lengths_so_far(self) -> dict[int, tuple[int, int]]:
-        """(input, output) tokens of each active request, by index."""
-        return {index: (active.input_tokens, active.num_outputs)
-                for index, active in self.requests.active.items()}
+        self._unanswered.clear()
 
     def start(self) -> None:
         """Lets every stage allocate its caches."""
-        message = self._link.start(self)
+        message = self.link.start(self)
         self.requests.is_shared = message.budget is not None and message.budget.is_shared
         self.neighbours.share(message)
         self.neighbours.pass_on(message)
-        self._executor.start(message)
+        self.executor.start(message)
 
     def run(self) -> bool:
         """Runs all steps, after `start`; True if every request is done, False if stopped before.
-        Sends all stages the end."""
-        while (group := self._link.next_group(self)) is not None:
+        Sends all stages the end. Raises ExecutorDied."""
+        while (group := self.link.next_group(self)) is not None:
             if self.rule.needs_tokens:
                 self.pending.await_group(group)
                 self._take_up(group)
-            if not self._executor.returns_early:
+            if not self.executor.returns_early:
                 self._give_out()
             if self.sink.should_stop():
                 break
@@ -216,10 +226,22 @@ class Head:
         self.neighbours.stop()
         self.pending.drain()
         self.commit_returned()  # the last tokens of a group complete some requests
-        return self._link.close(self) and not self.requests.has_work
+        return self.link.close(self) and not self.requests.has_work
+
+    def abandon(self) -> tuple[list[int], list[int]]:
+        """Gives up all requests, whose caches are lost, after giving out the results that are
+        known. Returns (requests that had begun, those that had not), by index."""
+        assert self.make_rule is not None, f"{self.rule = } cannot begin again"
+        self._give_out()
+        begun, new = self.requests.abandon()
+        begun += [query.query.index for query in self._due]
+        self._due.clear()
+        self.pending = PendingSteps(self.neighbours, self.executor)
+        self.rule = self.make_rule()
+        return begun, new
 
     def report(self) -> None:
-        if (heartbeat := self._executor.heartbeat) is not None:
+        if (heartbeat := self.executor.heartbeat) is not None:
             heartbeat.waiting = self.requests.num_waiting
         self.sink.progress(self.clock(), self.output_tokens)
 
@@ -227,7 +249,7 @@ class Head:
         """The rule's next group; without one, commits all returned tokens and reports progress.
         First gives out requests that have expired."""
         self.expire()
-        group = self.rule.next_group()
+        group = self.rule.next_group() if self.executor.is_ready else None
         if group is None and self.commit_returned():
             self.report()
         return group
@@ -272,9 +294,9 @@ class Head:
                 if query.take(token, now, self._vocabulary) and not query.has_left:
                     done.append(query)
             self.output_tokens += len(tokens) - dead  # rank 0 adds those of other replicas
-            if (heartbeat := self._executor.heartbeat) is not None:
+            if (heartbeat := self.executor.heartbeat) is not None:
                 heartbeat.output_tokens += len(tokens) - dead
-            self._link.committed(self, group, self._leave(group, done))
+            self.link.committed(self, group, self._leave(group, done))
 
     def _leave(self, group: int, done: Sequence[ActiveQuery]) -> list[ActiveQuery]:
         """Records that requests of the group have their last tokens; returns those with results
@@ -302,8 +324,8 @@ class Head:
         self.encoded_tokens += sum([chunk.tokens for chunk in step.chunks])
         message, inputs, given = self.requests.compose(step, self.clock())
         self.neighbours.share(message, inputs)
-        out = self._executor.execute(message, inputs)
-        gives_tokens = self._executor.gives_tokens(message)
+        out = self.executor.execute(message, inputs)
+        gives_tokens = self.executor.gives_tokens(message)
         if gives_tokens:
             self.pending.expect(step.group, given)
         if self.neighbours.route.tokens_from is not None:
@@ -312,87 +334,14 @@ class Head:
         elif gives_tokens:
             assert out is not None, f"{step = }"
             self.pending.arrive(step.group, out)
-        self._link.executed(self, step, gives_tokens=gives_tokens)
+        self.link.executed(self, step, gives_tokens=gives_tokens)
 
 
-@dataclass(slots=True)
-class PendingStep:
-    """A step that yields a token for each of its `queries`. `tokens`: None until they have
-    returned, or are on their way (xrunner.ops.likelihoods.unpacked)."""
-
-    queries: list[ActiveQuery]
-    tokens: Tensor | Arriving | None = None
-    _is_counted: bool = False
-
-    def ends_by_count(self, vocabulary: Vocabulary) -> bool:
-        """Whether counting tells which requests these tokens complete."""
-        return all(query.ends_by_count(vocabulary) for query in self.queries)
-
-    def promise(self) -> list[ActiveQuery]:
-        """Counts the tokens, once; returns the requests that they complete."""
-        if self._is_counted:
-            return []
-        self._is_counted = True
-        return [query for query in self.queries if query.is_at_work and query.promise()]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the tokens can be read without waiting."""
-        return not isinstance(self.tokens, Arriving) or self.tokens.is_here
-
-    def known(self) -> Tensor:
-        """Waits for the tokens and returns them."""
-        assert self.tokens is not None, f"{self.queries = }"
-        return self.tokens.wait() if isinstance(self.tokens, Arriving) else self.tokens
-
-
-class PendingSteps:
-    """Each group's steps whose tokens are not committed, oldest first: the order they return in."""
-
-    def __init__(self, neighbours: Neighbours, executor: Executor) -> None:
-        self._neighbours, self._executor = neighbours, executor
-        self._steps: dict[int, deque[PendingStep]] = {}  # by group
-
-    def expect(self, group: int, queries: list[ActiveQuery]) -> None:
-        """Adds a step of `group` that will yield a token for each of `queries`."""
-        self._steps.setdefault(group, deque()).append(PendingStep(queries))
-
-    def arrive(self, group: int, tokens: Tensor | Arriving) -> None:
-        """Stores the tokens of the group's oldest step without."""
-        next(step for step in self._steps[group] if step.tokens is None).tokens = tokens
-
-    def groups(self) -> list[int]:
-        """Groups with tokens to commit, and none missing."""
-        return [group for group, steps in self._steps.items()
-                if steps and not self._is_missing(group)]
-
-    def last(self, group: int) -> PendingStep | None:
-        """The group's latest step, if it is not committed."""
-        steps = self._steps.get(group)
-        return steps[-1] if steps else None
-
-    def take(self, group: int, but: PendingStep | None = None) -> Iterator[PendingStep]:
-        """Yields the group's steps up to step `but`; no token of the group may be missing."""
-        assert not self._is_missing(group), f"{group = }"
-        steps = self._steps.get(group)
-        while steps and steps[0] is not but:
-            yield steps.popleft()
-
-    def await_group(self, group: int) -> None:
-        """Waits for all tokens of the group's steps, and for its encoder output."""
-        while self._executor.awaits_encoded(group) or self._is_missing(group):
-            self._take_up()
-
-    def drain(self) -> None:
-        """Waits for everything under way: its sender would else wait for ever."""
-        while any(map(self._is_missing, self._steps)) or self._executor.awaits_encoded():
-            self._take_up()
-
-    def _is_missing(self, group: int) -> bool:
-        """Whether tokens of a step of `group` have not returned."""
-        return any(step.tokens is None for step in self._steps.get(group, ()))
-
-    def _take_up(self) -> None:
-        result = self._neighbours.await_result(self._executor)
-        if result is not None:
-            self.arrive(*result)
+def run_to_end(head: Head) -> bool:
+    """Runs the head; where its executor dies, lets others take its requests, and it begin again.
+    Returns whether every request is done. Raises ExecutorDied if nobody else can go on."""
+    while True:
+        try:
+            return head.run()
+        except ExecutorDied as death:
+            head.link.died(head, death)

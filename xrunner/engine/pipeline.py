@@ -26,9 +26,15 @@ from xrunner.comm.messages import (
 )
 from xrunner.comm.point_to_point import Comm
 from xrunner.devices import Arriving
+from xrunner.engine.pool_requests import PoolRequests
 from xrunner.files.heartbeat import Heartbeat
+from xrunner.query import PreparedQuery
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
+
+
+class ExecutorDied(Exception):
+    """The process that executes the steps is gone, with all requests at work in it."""
 
 
 class Executor:
@@ -38,6 +44,21 @@ class Executor:
     keeps_tokens = False  # whether an input token may be FED_BACK (xrunner.engine.group)
     returns_early = False  # whether `execute` may return before the step is over
     heartbeat: Heartbeat | None = None  # this rank's
+
+    @property
+    def is_ready(self) -> bool:
+        """True if steps can be executed; not while it starts again. Raises ExecutorDied."""
+        return True
+
+    def attach(self, requests: PoolRequests) -> None:
+        """Takes the head's account of its requests; called once."""
+
+    def refusal(self, query: PreparedQuery) -> str | None:
+        """Why this executor cannot answer the request; None if it can."""
+        return None
+
+    def close(self) -> None:
+        """Ends what the executor has started."""
 
     def start(self, message: StartMessage) -> None:
         """Allocates what the steps need; called before the first one."""
@@ -81,6 +102,7 @@ class RankReport:
     handover_s: float = 0.0  # WAA's encode pool: from the start of a send until all is sent
     operators: str | None = None  # operators used, in a line; None: another engine's
     encoded_tokens: int = 0  # in chunks, as the head of another replica than the first decided
+    restarts: int = 0  # of what executes its steps
 
 
 class Neighbours:

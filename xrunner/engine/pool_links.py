@@ -143,7 +143,10 @@ class ToDecodePool(PoolLink):
         """Sends the decode pool the inputs that it is to encode itself."""
         if self._has_sent_stop or not isinstance(self._rule, WaaEncodeRule):
             return
-        given = head.requests.leave_to_another([one.query for one in self._rule.share_inputs()])
+        indices = [one.query for one in self._rule.share_inputs()]
+        if indices and head.requests.on_begin is not None:
+            head.requests.on_begin(indices)
+        given = head.requests.remove(indices)
         if given:
             self._away.update((query.index, query) for query in given)
             self._comm.send(self._decode_head, InputsMessage(queries=tuple(given)))

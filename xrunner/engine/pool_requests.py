@@ -73,6 +73,20 @@ class PoolRequests:
         """Removes waiting requests and returns them."""
         return [self._new.pop(index) for index in indices]
 
+    def abandon(self) -> tuple[list[int], list[int]]:
+        """Forgets all requests; returns (those that had begun, those that had not), by index."""
+        begun, new = [*self.active, *self._begun], [*self._new]
+        for own in (self.active, self._begun, self._new, self._freed, self._in_part, self._slots,
+                    self.ended_elsewhere):
+            own.clear()
+        self._departures = Departures(self._use)
+        return begun, new
+
+    @property
+    def longest_input(self) -> int:
+        """Number of tokens of the longest input that waits, or may come."""
+        return (self.extent or _extent_of(self._new.values())).longest_input
+
     def start_message(self, rule: BatchingRule) -> StartMessage:
         """Cache sizes for working all waiting requests by `rule`. A group gets no more slots than
         there are requests, so a short job's caches stay small."""
@@ -93,11 +107,6 @@ class PoolRequests:
     def num_waiting(self) -> int:
         """Number of requests whose prefill has not begun."""
         return len(self._new)
-
-    @property
-    def longest_input(self) -> int:
-        """Number of tokens of the longest input that waits, or may come."""
-        return (self.extent or _extent_of(self._new.values())).longest_input
 
     def compose(self, step: Step, now: float) -> tuple[StepMessage, Tensor, list[ActiveQuery]]:
         """A step's message, its input tokens, and the requests that it yields a token for. Input
@@ -180,12 +189,6 @@ class PoolRequests:
         self._departures.leave(len(leaving))
         return leaving
 
-    def leave_to_another(self, indices: Sequence[int]) -> list[PreparedQuery]:
-        """Removes waiting requests for another pool to encode and returns them."""
-        if indices and self.on_begin is not None:
-            self.on_begin(indices)
-        return [self._new.pop(index) for index in indices]
-
     def _join(self, index: int, now: float, start: Start | None = None, *,
               is_handed: bool = False) -> Joined:
         active = self._begun.pop(index, None)
@@ -220,6 +223,12 @@ class PoolRequests:
             seated.append(Span(seats.index(query), first, tokens, is_last))
             (self._in_part.discard if is_last else self._in_part.add)(query)
         return tuple(seated)
+
+
+def lengths_so_far(requests: PoolRequests) -> dict[int, tuple[int, int]]:
+    """(input, output) tokens of each active request, by index."""
+    return {index: (active.input_tokens, active.num_outputs)
+            for index, active in requests.active.items()}
 
 
 def _extent_of(queries: Collection[PreparedQuery]) -> Extent:

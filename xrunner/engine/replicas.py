@@ -13,19 +13,19 @@ each is answered once, however messages cross."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from xgpt.core.controls import EvenBatches
-from xgpt.core.schedule import Estimate
+from xgpt.core.errors import XgptError
 from xrunner.comm.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 from xrunner.comm.point_to_point import Comm
 from xrunner.engine.head import Head, Supply
+from xrunner.engine.pipeline import ExecutorDied
+from xrunner.engine.pool_requests import lengths_so_far
+from xrunner.files.deaths import Deaths, EngineDeath
 from xrunner.files.sink import RunSink
 from xrunner.query import EXPIRED, FinishedQuery, PreparedQuery
 from xrunner.rank.world import Replica
-from xrunner.rules.changes import Changeable, Changes, ChangesByShape, changes_of_shape
-from xrunner.rules.routing import Load, Router, Window, rra_window
-from xrunner.rules.rra import PhaseControls
+from xrunner.rules.changes import Changeable, Changes
+from xrunner.rules.routing import Load, Router
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class ReplicaAccount:
     output_tokens: int = 0
     at_work: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     has_ended: bool = False
+    is_gone: bool = False  # it will not start again
 
     @property
     def load(self) -> Load:
@@ -65,27 +66,28 @@ _REPORT_S = 0.25  # chosen: seconds between messages of a replica without news
 
 
 class ToReplicas(Supply):
-    """Rank 0's supply of all heads, the sink of its own, and the way to change running rules. A
-    change by the launcher applies to each replica's rule from its own next phase on."""
+    """Rank 0's supply of all heads, and the sink of its own.
+
+    Where what executes a replica's steps dies, its requests go to others while it starts again."""
 
     def __init__(self, comm: Comm, sink: RunSink, router: Router,
                  queries: Sequence[PreparedQuery], order: Sequence[int],
-                 replicas: Sequence[Replica]) -> None:
+                 replicas: Sequence[Replica], deaths: Deaths | None = None) -> None:
         """`queries`: the job's, by index. `order`: indices to answer, in run order. `replicas`:
-        all, in their order."""
-        self._comm, self._sink, self.router, self._queries = comm, sink, router, queries
-        self._order, self._replicas = order, replicas
+        all, in their order. `deaths`: record of those of engines, where they can die."""
+        self._comm, self.sink, self.router, self._queries = comm, sink, router, queries
+        self._deaths = deaths
+        self._order = order
         self.progress, self.should_stop = sink.progress, sink.should_stop
         self._accounts = [ReplicaAccount() for _ in replicas]
         self._heads = tuple(replica.head for replica in replicas[1:])
         self._has_sent_last, self._num_expired = False, 0
-        self._changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
-        self._own: Head | None = None  # rank 0's, and its rule
-        self._rule: Any = None
+        self.changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
+        self.own: Head | None = None  # rank 0's
 
     def start(self, head: Head) -> None:
         """Sends every replica its first requests."""
-        self._own, self._rule = head, head.rule
+        self.own = head
         for replica in range(len(self._accounts)):
             self._top_up(head, replica)
         self._supply(head, 0)
@@ -107,6 +109,8 @@ class ToReplicas(Supply):
             self.hear(head, got[0])
             wait_s = 0.0
         self._note_begun(0)
+        if head.executor.is_ready:
+            self.router.away.discard(0)
         self._supply(head, 0)
 
     def hear(self, head: Head, message: Message) -> None:
@@ -115,20 +119,25 @@ class ToReplicas(Supply):
         head.output_tokens += message.output_tokens - replica.output_tokens
         replica.output_tokens, replica.has_ended = message.output_tokens, message.has_ended
         self._num_expired += replica.forget_expired(message.results, self._order)
-        self._note_begun(message.replica, message.begun)
+        if not message.died:
+            self._note_begun(message.replica, message.begun)
         for result in message.results:
             replica.done += result.finish_reason != EXPIRED
-            self._sink.finished(replace(result, query=self._queries[result.query.index],
+            self.sink.finished(replace(result, query=self._queries[result.query.index],
                                         replica=message.replica))
         if message.at_work is not None:
             replica.at_work = message.at_work
-        if message.changed is not None and self._sink.launcher is not None:
+        if message.changed is not None and self.sink.launcher is not None:
             revision, phase = message.changed
-            self._sink.launcher.note_change(message.replica, revision, phase, head.clock(),
-                                            self._changes.pop((message.replica, revision)))
+            self.sink.launcher.note_change(message.replica, revision, phase, head.clock(),
+                                            self.changes.pop((message.replica, revision)))
         if message.has_ended:
             self._comm.send(self._heads[message.replica - 1], StopMessage())
             return
+        if message.died:
+            self._lose(head, message.replica, message.lost, message.died)
+        elif message.is_ready:
+            self.router.away.discard(message.replica)
         if message.given_back is not None:
             self._come_back(head, message.replica, message.given_back)
         self._supply(head, message.replica)
@@ -147,38 +156,46 @@ class ToReplicas(Supply):
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of active requests of all replicas, by index. Those of other
         replicas are as last reported."""
-        own = {} if self._own is None else self._own.lengths_so_far()
+        own = {} if self.own is None else lengths_so_far(self.own.requests)
         return own | {index: lengths for replica in self._accounts[1:]
                       for index, lengths in replica.at_work.items()}
-
-    @property
-    def next_phase(self) -> int:
-        """Next phase of rank 0's own rule."""
-        phase: int = self._rule.next_phase
-        return phase
-
-    def change(self, controls: Changes | ChangesByShape, *, phase: int) -> None:
-        """Sends new settings to all replicas, and supplies them accordingly."""
-        launcher, sources = self._sink.launcher, self.sources
-        assert launcher is not None, "who changes"
-        for replica in self._replicas:
-            number, own = replica.number, changes_of_shape(controls, replica.shape)
-            if (window := _window(own, replica.estimate)) is not None:
-                before = self.router.windows[number]
-                self.router.windows[number] = replace(window, at_work=before.at_work)
-            if own is not None and number == 0:
-                self._rule.change(own, phase=phase)
-            elif own is not None and replica.head in sources:
-                self._changes[number, launcher.revision] = own
-                self._comm.send(replica.head, PortionMessage(
-                    change=own, revision=launcher.revision))
 
     def finished(self, result: FinishedQuery) -> None:
         self._num_expired += self._accounts[0].forget_expired([result], self._order)
         if result.finish_reason != EXPIRED:
             self._note_begun(0)
             self._accounts[0].done += 1
-        self._sink.finished(replace(result, replica=0))
+        self.sink.finished(replace(result, replica=0))
+
+    def died(self, head: Head, death: ExecutorDied) -> None:
+        lost = head.abandon()
+        if len(self._order) == 1:  # alone here, it may be the cause: the launcher decides
+            raise death
+        self._lose(head, 0, lost, str(death))
+        if not self._accounts[0].is_gone:
+            head.start()
+
+    def _lose(self, head: Head, replica: int, lost: Sequence[Sequence[int]], why: str) -> None:
+        """Gives the requests of a replica to others. `lost`: (begun, not begun). Those that were
+        begun at two deaths are left to the launcher. Raises XgptError if no replica is left."""
+        account, (begun, new), deaths = self._accounts[replica], lost, self._deaths
+        assert deaths is not None, f"{why = }"
+        places = account.remove({*begun, *new}, self._order)
+        account.begun, account.at_work = account.done, {}
+        deaths.add(begun, EngineDeath(replica, len(places), why))
+        account.is_gone = deaths.restarts_left < 0
+        if account.is_gone and replica:
+            self._comm.send(self._heads[replica - 1], PortionMessage(is_last=True))
+        here = [number for number, one in enumerate(self._accounts) if not one.is_gone]
+        if not here:
+            raise XgptError(f"no replica is left, and all restarts are used up (run.restarts). "
+                            f"Last: {why}; the same command goes on")
+        suspects = deaths.suspects
+        kept = [place for place in places if self._order[place] not in suspects]
+        ready = [number for number in here if number not in self.router.away | {replica}]
+        self.router.give_back(replica, kept, ready or here)
+        for other in ready:
+            self._top_up(head, other)
 
     def _supply(self, head: Head, replica: int) -> None:
         """Supplies a replica that has reported, from others if nothing is left to give out. Once
@@ -192,7 +209,10 @@ class ToReplicas(Supply):
             else:
                 self._note_begun(0)
                 self._come_back(head, 0, head.take_back(len(takers)))
-        if self.router.is_done and not any(account.load.waiting for account in self._accounts):
+        # what dies gives back what is active, too
+        counted = [account.load.waiting + account.load.active * (self._deaths is not None)
+                   for account in self._accounts]
+        if self.router.is_done and not any(counted):
             self._has_sent_last = True
             for rank in self.sources:
                 self._comm.send(rank, PortionMessage(is_last=True))
@@ -210,37 +230,31 @@ class ToReplicas(Supply):
         """Records how many requests of a replica have begun, and tells launcher and router. `told`:
         number reported by another replica. Rank 0's own number is looked up."""
         account = self._accounts[replica]
-        begun = reported if replica or self._own is None else (
-            len(account.given) - self._own.requests.num_waiting)
+        begun = reported if replica or self.own is None else (
+            len(account.given) - self.own.requests.num_waiting)
         if begun == account.begun:
             return
-        if self._sink.launcher is not None:
-            self._sink.launcher.begin([
+        if self.sink.launcher is not None:
+            self.sink.launcher.begin([
                 self._order[place] for place in account.given[account.begun:begun]])
         self.router.note_begun(replica, begun - account.begun)
         account.begun = begun
 
     def _top_up(self, head: Head, replica: int) -> None:
         account = self._accounts[replica]
+        if replica in self.router.away:  # it is not ready
+            return
         places = self.router.top_up(replica, account.load)
         account.given += places
         given = [self._order[place] for place in places]
         if given:
-            self._sink.underway.begin(given)  # the replica knows which of them have begun
+            self.sink.underway.begin(given)  # the replica knows which of them have begun
         if replica and given:
             self._comm.send(self._heads[replica - 1], PortionMessage(queries=tuple(given)))
         for query in () if replica else map(self._queries.__getitem__, given):
             is_taken = head.submit(query)
             assert is_taken, f"{query.id = } {query.reserve_tokens = }"
         head.expire()
-
-
-def _window(controls: Changes | None, estimate: Estimate) -> Window | None:
-    """Window of a replica under new settings; None: unchanged."""
-    if not isinstance(controls, PhaseControls):
-        return None  # lower limits need no smaller window: surplus requests wait
-    even = getattr(estimate.controls, "even", EvenBatches())
-    return rra_window(controls.encode_batch, estimate.deployment.num_groups, even)
 
 
 class FromRankZero(Supply):
@@ -257,6 +271,7 @@ class FromRankZero(Supply):
         self._reported_begun, self._reported_s = 0, 0.0
         self._changed: tuple[int, int] | None = None
         self._given_back: tuple[int, ...] | None = None
+        self._is_ready = True
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -292,6 +307,17 @@ class FromRankZero(Supply):
             self._given -= len(self._given_back)
             self._report(head)
 
+    def died(self, head: Head, death: ExecutorDied) -> None:
+        begun, new = head.abandon()
+        self._given -= len(begun) + len(new)
+        self._comm.send(0, ReplicaMessage(
+            replica=self._replica, begun=self._given, output_tokens=head.output_tokens,
+            results=tuple(self._results), died=str(death), is_ready=False,
+            lost=(tuple(begun), tuple(new))))
+        self._results.clear()
+        self._reported_begun, self._is_ready = self._given, False
+        head.start()
+
     def close(self, head: Head) -> bool:
         self._report(head, has_ended=True)
         # messages of rank 0 on their way are not for the next run of these ranks
@@ -314,13 +340,15 @@ class FromRankZero(Supply):
         begun, now_s = self._given - head.requests.num_waiting, head.clock()
         is_time = now_s > self._reported_s + _REPORT_S
         if not (has_ended or is_time or self._results or self._changed is not None
-                or self._given_back is not None or begun != self._reported_begun):
+                or self._given_back is not None or begun != self._reported_begun
+                or head.executor.is_ready != self._is_ready):
             return
+        self._is_ready = head.executor.is_ready
         self._comm.send(0, ReplicaMessage(
             replica=self._replica, begun=begun, output_tokens=head.output_tokens,
             results=tuple(self._results), changed=self._changed,
-            given_back=self._given_back, has_ended=has_ended,
-            at_work=head.lengths_so_far() if is_time and self._reports_lengths else None))
+            given_back=self._given_back, has_ended=has_ended, is_ready=self._is_ready,
+            at_work=lengths_so_far(head.requests) if is_time and self._reports_lengths else None))
         self._reported_begun, self._changed, self._given_back = begun, None, None
         if is_time:
             self._reported_s = now_s

@@ -14,11 +14,12 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
+from xrunner.checkpoint.staging import staged
 from xrunner.comm.handover import EntryReceiver, EntrySender, transfers
 from xrunner.devices import device_words, peak_memory_bytes
 from xrunner.engine.graphs import CudaCapture
 from xrunner.engine.group import Model
-from xrunner.engine.pipeline import RankReport, Route, routes
+from xrunner.engine.pipeline import Executor, RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.forms import Forms
 from xrunner.files.heartbeat import Heartbeat
@@ -29,9 +30,10 @@ from xrunner.ops.cpu import native
 from xrunner.ops.cpu.products import is_int8_served
 from xrunner.ops.cuda import cuda_modules
 from xrunner.plan import RunPlan, weights_key
+from xrunner.query import FinishedQuery
 from xrunner.rank.lifecycle import Stopwatch
 from xrunner.rank.threads import threads_of
-from xrunner.rank.world import Replica, World, replica_of
+from xrunner.rank.world import Replica, World, replicas_of
 
 
 class Weights(NamedTuple):
@@ -59,21 +61,32 @@ class KeptWeights:
 
 
 class Loaded(NamedTuple):
-    """This rank's part of the model in its place, ready to execute steps."""
+    """This rank's part of the model in its place, ready to execute steps. `report`: makes the
+    figures of its run. `replicas`: all of the run. `parsed`: turns a result into the form to
+    write."""
 
-    executor: StageExecutor
+    executor: Executor
     route: Route
     replica: Replica
     pool: Pool
-    stage: StageAssignment
-    weights: Weights
+    spec: ModelSpec
+    report: Callable[[], RankReport]
+    replicas: tuple[Replica, ...]
+    receiver: EntryReceiver | None = None
+    may_die: bool = False
+    parsed: Callable[[FinishedQuery], FinishedQuery] = lambda result: result
 
 
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
          kept_weights: KeptWeights) -> Loaded:
-    """Loads this rank's part of the model, or takes it from the `kept_weights`."""
-    rank = world.comm.rank
-    replica = replica_of(schedule.estimate, rank)
+    """Loads this rank's part of the model, or takes it from the `kept_weights`. Raises XgptError
+    if the launcher has started other ranks than the schedule needs."""
+    rank, replicas = world.comm.rank, replicas_of(schedule.estimate)
+    ranks = sorted(rank for replica in replicas for rank in replica.ranks)
+    if ranks != list(range(world.comm.size)):
+        raise XgptError(f"the schedule's stages need the ranks {ranks}, but the launcher started "
+                        f"{world.comm.size}")
+    replica = next(replica for replica in replicas if rank in replica.ranks)
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
     invariant.set_deterministic(plan.deterministic)
@@ -82,7 +95,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
                           devices=device_words(world.device))
     heartbeat.start()
     weights = kept_weights.weights(weights_key(plan, schedule), lambda: _read(
-        plan, schedule, replica, pool, stage, world))
+        staged(plan), schedule, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     # an encode pool does not decode
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
@@ -97,7 +110,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         executor.graphs_said = "no CUDA graphs: ranks share a GPU, whose memory is planned"
     executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,
                                           is_deterministic=plan.deterministic)
-    return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
+    return Loaded(executor, routes(replica.pools)[rank], replica, pool, weights.model.spec,
+                  lambda: _report(executor, weights, replica, pool, stage, rank),
+                  replicas, receiver)
 
 
 def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage: StageAssignment,
@@ -136,9 +151,9 @@ def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
     return None, EntryReceiver(comm, needed, ranks, abort=abort)
 
 
-def report_of(loaded: Loaded) -> RankReport:
+def _report(executor: StageExecutor, weights: Weights, replica: Replica, pool: Pool,
+            stage: StageAssignment, rank: int) -> RankReport:
     """Figures of this rank's run."""
-    executor, weights = loaded.executor, loaded.weights
     peak = peak_memory_bytes(executor.model.device)
     kv_bytes, kv_peak_bytes = executor.kv_bytes
     handed_bytes, handover_s = 0, 0.0
@@ -146,9 +161,9 @@ def report_of(loaded: Loaded) -> RankReport:
         handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds
     elif executor.receiver is not None:
         handed_bytes = executor.receiver.num_bytes
-    return RankReport(rank=loaded.route.rank, replica=loaded.replica.number,
-                      stage=loaded.replica.first_stage + loaded.stage.index, pool=loaded.pool.name,
-                      role=loaded.pool.role, log=tuple(executor.log),
+    return RankReport(rank=rank, replica=replica.number,
+                      stage=replica.first_stage + stage.index, pool=pool.name,
+                      role=pool.role, log=tuple(executor.log),
                       busy_s=executor.records.busy_s, load_s=weights.seconds,
                       bytes_read=weights.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,

@@ -27,7 +27,7 @@ from xrunner.devices import Kind, release
 from xrunner.plan import load_plan
 from xrunner.rank import worker
 from xrunner.rank.lifecycle import end_process, run_rank
-from xrunner.rank.loading import KeptWeights
+from xrunner.rank.loading import KeptWeights, load
 from xrunner.rank.world import World, connect
 
 _MOST_BYTES, _MOST_FILES = 2**16, 16  # chosen
@@ -56,7 +56,8 @@ def main(arguments: list[str]) -> int:
             if module == worker.__name__:
                 plan = load_plan(Path(argument))
                 code = run_rank(plan, partial(joined, plan.device_kind),
-                                  partial(worker.work, kept_weights=kept_weights))
+                                  partial(worker.work, load=partial(
+                                      load, kept_weights=kept_weights)))
             else:
                 code = int(import_module(module).main([argument]))
             release()

@@ -9,7 +9,7 @@ if __name__ == "__main__":  # before what takes seconds to import
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,20 +17,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from xgpt.core.cluster import KV_BLOCK_TOKENS
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import Pool
-from xgpt.core.errors import XgptError
+from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.prefixes import Prefixes, in_blocks
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
 from xrunner.comm.point_to_point import Comm
-from xrunner.engine.head import FromSpool, Head, PoolLink, Sink, Supply
+from xrunner.engine.head import FromSpool, Head, PoolLink, Sink, Supply, run_to_end
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.pool_links import FromEncodePool, ToDecodePool
-from xrunner.engine.pool_requests import Extent, Vocabulary
+from xrunner.engine.pool_requests import Extent, Vocabulary, lengths_so_far
 from xrunner.engine.replicas import FromRankZero, ToReplicas
+from xrunner.engine.running_rules import RunningRules
+from xrunner.files.deaths import Deaths
 from xrunner.files.forecasts import load_forecasts
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.results import Answered
@@ -47,8 +48,8 @@ from xrunner.rank.lifecycle import (
     run_order,
     run_rank,
 )
-from xrunner.rank.loading import KeptWeights, Loaded, load, report_of
-from xrunner.rank.world import Replica, World, connect, replicas_of
+from xrunner.rank.loading import KeptWeights, Loaded, load
+from xrunner.rank.world import Replica, World, connect
 from xrunner.rules.changes import Changeable
 from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.routing import Router, expected_tokens, window_of
@@ -60,19 +61,21 @@ def main(arguments: list[str]) -> int:
     """Runs one rank; returns its exit code."""
     plan = load_plan(Path(arguments[0]))
     return run_rank(plan, lambda: connect(plan.device_kind),
-                    partial(work, kept_weights=KeptWeights()))
+                    partial(work, load=partial(load, kept_weights=KeptWeights())))
 
 
-def work(plan: RunPlan, world: World, kept_weights: KeptWeights) -> None:
-    """Does this rank's part of one run. `kept_weights`: keeps its weights."""
+Load = Callable[[RunPlan, Schedule, World, Stopwatch], Loaded]
+
+
+def work(plan: RunPlan, world: World, load: Load) -> None:
+    """Does this rank's part of one run. `load`: loads its part of the model."""
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
-    _check_fits(schedule, world.comm)
     clock = Stopwatch()
     if world.comm.rank == 0:
-        _lead(plan, schedule, world, clock, kept_weights)
+        _lead(plan, schedule, world, clock, load)
         return
-    loaded = load(plan, schedule, world, clock, kept_weights)
+    loaded = load(plan, schedule, world, clock)
     encoded_tokens = 0
     if loaded.route.steps_from is not None:
         _follow(world, loaded, clock)
@@ -81,11 +84,11 @@ def work(plan: RunPlan, world: World, kept_weights: KeptWeights) -> None:
             plan, schedule, world, loaded, clock)
         world.barrier()
         clock.restart()
-        head.run()
+        run_to_end(head)
         world.comm.flush()
         encoded_tokens = head.encoded_tokens
     loaded.executor.close()
-    world.gather(replace(report_of(loaded), encoded_tokens=encoded_tokens))
+    world.gather(replace(loaded.report(), encoded_tokens=encoded_tokens))
 
 
 def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
@@ -100,9 +103,8 @@ def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
 def _decode_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
                  clock: Stopwatch) -> Head:
     """Started head of a decode pool; its results go to the encode pool's head."""
-    receiver = loaded.executor.receiver
-    assert receiver is not None
-    link = FromEncodePool(world.comm, receiver, encode_head=loaded.replica.head)
+    assert loaded.receiver is not None
+    link = FromEncodePool(world.comm, loaded.receiver, encode_head=loaded.replica.head)
     head = _head_of(plan, world, loaded, clock, link, link)
     head.start()
     return head
@@ -124,33 +126,40 @@ def _replica_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
 def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink: Sink,
              link: PoolLink) -> Head:
     """The head of this rank's pool, its rule and KV layout set."""
-    rule, replica, executor = _rule_of(loaded.pool, loaded.replica), loaded.replica, loaded.executor
-    if (kept := load_forecasts(plan.output)) is not None:
-        set_forecaster(rule, kept.forecaster(plan.output / "results.jsonl"))
-    spool = Spool(plan.output)
-    set_deadlines(rule, spool.deadlines_s)
-    set_prefixes(rule, _shared_prefixes(plan, spool))
-    start = start_token(plan.model_dir) if executor.model.spec.is_encoder_decoder else None
-    head = Head(rule=rule, executor=executor, sink=sink, clock=clock, link=link,
+    replica = loaded.replica
+
+    def make_rule() -> BatchingRule:
+        rule, spool = _rule_of(loaded.pool, replica), Spool(plan.output)
+        if (kept := load_forecasts(plan.output)) is not None:
+            set_forecaster(rule, kept.forecaster(plan.output / "results.jsonl"))
+        set_deadlines(rule, spool.deadlines_s)
+        set_prefixes(rule, _shared_prefixes(plan, spool))
+        if isinstance(rule, RraRule):
+            rooms = ((plan.slots, plan.kv_tokens), *plan.other_rooms)
+            slots, tokens = rooms[replica.shape] if replica.shape < len(rooms) else (0, 0)
+            rule.make_room(slots, tokens if plan.engine == OWN_ENGINE else 0)
+        return rule
+
+    start = start_token(plan.model_dir) if loaded.spec.is_encoder_decoder else None
+    head = Head(rule=make_rule(), executor=loaded.executor, sink=sink, clock=clock, link=link,
                 neighbours=Neighbours(world.comm, loaded.route), vocabulary=Vocabulary(
                     eos_ids=eos_ids(plan.model_dir), start_token=start,
                     decode_text=TextTokenizer(plan.model_dir).decode))
+    head.make_rule = make_rule if loaded.may_die else None
     head.requests.in_blocks = plan.kv_in_blocks
-    if isinstance(rule, RraRule):
-        rooms = ((plan.slots, plan.kv_tokens), *plan.other_rooms)
-        rule.make_room(*(rooms[replica.shape] if replica.shape < len(rooms) else (0, 0)))
     return head
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
-          kept_weights: KeptWeights) -> None:
+          load: Load) -> None:
     """Runs rank 0: reads the requests, is the first pool's head, and writes everything."""
     queries, num_errors, before = open_requests(plan)
-    loaded = load(plan, schedule, world, clock, kept_weights)
-    sink, order = RunSink(plan, num_queries=len(queries), before=before), run_order(
-        len(queries), plan, before)
+    loaded = load(plan, schedule, world, clock)
+    sink = RunSink(plan, num_queries=len(queries), before=before, parsed=loaded.parsed)
+    order = run_order(len(queries), plan, before)
     num_left = len(queries) - before.total - len(plan.aside)
-    others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
+    others = _other_replicas(plan, loaded.replicas, world.comm, sink, queries, order,
+                             may_die=loaded.may_die)
     supply = others or FromSpool(
         queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
         begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None)
@@ -158,9 +167,11 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     sink.sharing.prefixes = _shared_prefixes(plan, Spool(plan.output))
     if plan.is_watched:
         rule = head.rule if isinstance(head.rule, Changeable) else None
-        at_work = (others or head).lengths_so_far if _reports_lengths(schedule) else None
-        sink.launcher = LauncherLink(plan.output, first_query=before.total, at_work=at_work,
-                                     rule=others if rule and others else rule,
+        rules = RunningRules(world.comm, others, loaded.replicas) if others else rule
+        at_work = others.lengths_so_far if others else partial(lengths_so_far, head.requests)
+        sink.launcher = LauncherLink(plan.output, first_query=before.total,
+                                     at_work=at_work if _reports_lengths(schedule) else None,
+                                     rule=rules if rule else None,
                                      limit_s=schedule.bound.limit_s)
     head.requests.extent = _extent(Spool(plan.output), before)
     if others is None:
@@ -172,16 +183,17 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
 
     def report() -> RankReport:
         loaded.executor.close()
-        return report_of(loaded)
+        return loaded.report()
 
     run_head(head, sink, world, clock, report=report, queries_before=before.total,
             num_errors=num_errors)
 
 
-def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink,
-                    queries: Sequence[PreparedQuery], order: Iterator[int]) -> ToReplicas | None:
-    """Rank 0's link to the other replicas; None if there is one only."""
-    replicas = replicas_of(schedule.estimate)
+def _other_replicas(plan: RunPlan, replicas: Sequence[Replica], comm: Comm, sink: RunSink,
+                    queries: Sequence[PreparedQuery], order: Iterator[int], *,
+                    may_die: bool) -> ToReplicas | None:
+    """Rank 0's link to the other replicas; None if there is one only. `may_die`: what executes
+    their steps may, and starts again."""
     if len(replicas) == 1:
         return None
     spool, places = Spool(plan.output), array("q", order)
@@ -194,7 +206,8 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
     router = Router(tokens, windows=[window_of(replica.estimate) for replica in replicas],
                     speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
                     routing=plan.routing, prefixes=None if prefixes is None else prefixes[rows])
-    return ToReplicas(comm, sink, router, queries, places, replicas)
+    return ToReplicas(comm, sink, router, queries, places, replicas,
+                      Deaths(plan) if may_die else None)
 
 
 def _reports_lengths(schedule: Schedule) -> bool:
@@ -216,7 +229,7 @@ def _extent(spool: Spool, before: Answered) -> Extent:
 def _shared_prefixes(plan: RunPlan, spool: Spool) -> Prefixes | None:
     """The prefixes that requests share in this run; None if they share none."""
     found = spool.prefixes if plan.shares_prefixes else None
-    return found and in_blocks(found, KV_BLOCK_TOKENS[plan.device_kind])
+    return found and in_blocks(found, plan.kv_block_tokens, is_whole=plan.engine != OWN_ENGINE)
 
 
 def _rule_of(pool: Pool, replica: Replica) -> BatchingRule:
@@ -231,13 +244,6 @@ def _link(comm: Comm, loaded: Loaded, supply: Supply) -> PoolLink:
         return PoolLink(supply)
     decode = replica.own.decoding
     return ToDecodePool(comm, _rule_of(decode, replica), decode.stages[0].ranks[0], supply)
-
-
-def _check_fits(schedule: Schedule, comm: Comm) -> None:
-    ranks = sorted(rank for replica in replicas_of(schedule.estimate) for rank in replica.ranks)
-    if ranks != list(range(comm.size)):
-        raise XgptError(f"the schedule's stages need the ranks {ranks}, but the launcher started "
-                        f"{comm.size}")
 
 
 if __name__ == "__main__":

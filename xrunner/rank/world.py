@@ -11,7 +11,7 @@ from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
 from xrunner.comm.collective import Group, MpiGroup, TorchGroup
-from xrunner.comm.exchange import gather
+from xrunner.comm.exchange import all_gather, gather
 from xrunner.comm.handover import LOOK_S
 from xrunner.comm.point_to_point import Comm, MpiComm, local_comms, wait_politely
 from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, select_device
@@ -47,24 +47,23 @@ class Replica:
         return tuple(rank for pool in self.pools for stage in pool.stages for rank in stage.ranks)
 
 
-def replicas_of(estimate: Estimate) -> tuple[Replica, ...]:
-    """All replicas, in the order of their ranks."""
+def replicas_of(estimate: Estimate, *, rank_each: bool = False) -> tuple[Replica, ...]:
+    """All replicas, in the order of their ranks. `rank_each`: a rank executes all of a replica, by
+    another engine, on all its devices."""
     found, first_rank, first_stage = list[Replica](), 0, 0
     for place, shape in enumerate(estimate.shapes):
         one, deployment = shape.one_copy, shape.deployment
         for copy in range(deployment.replicas):
             pools = deployment.pools_of(copy, first_rank=first_rank)
+            if rank_each:
+                pools = tuple(replace(pool, stages=(replace(
+                    pool.stages[0], ranks=(len(found),)),)) for pool in pools)
             found.append(Replica(
                 number=len(found), first_stage=first_stage, shape=place, estimate=replace(
                     one, deployment=replace(one.deployment, pools=pools))))
-            first_stage += len(deployment.stages)
+            first_stage += len(pools) if rank_each else len(deployment.stages)
         first_rank += deployment.num_devices
     return tuple(found)
-
-
-def replica_of(estimate: Estimate, rank: int) -> Replica:
-    """The replica of this rank."""
-    return next(replica for replica in replicas_of(estimate) if rank in replica.ranks)
 
 
 class World(NamedTuple):
@@ -76,6 +75,7 @@ class World(NamedTuple):
     abort: Callable[[int], None]
     split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
     duplicate: Callable[[], Comm]  # the same ranks with messages of their own; collective
+    share: Callable[[str], list[str]]  # words of every rank, on every rank; collective
     device: torch.device = CPU  # this rank's
     has_own_gpus: bool = True  # no two ranks share one
     close: Callable[[], None] = lambda: None  # at an orderly end; collective
@@ -87,6 +87,7 @@ def connect(kind: Kind = "cpu") -> World:
     if "mpi4py" not in sys.modules:
         return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                      abort=lambda code: None, split=_alone, duplicate=_alone,
+                     share=lambda words: [words],
                      device=select_device(kind, 0))
     from mpi4py import MPI
 
@@ -117,7 +118,8 @@ def connect(kind: Kind = "cpu") -> World:
 
     return World(MpiComm(world), barrier=barrier, abort=world.Abort,
                  gather=lambda report: gather(world, report, RankReport),
-                 split=split, duplicate=duplicate, device=device, has_own_gpus=is_direct,
+                 split=split, duplicate=duplicate, device=device,
+                 share=lambda words: all_gather(world, words, str), has_own_gpus=is_direct,
                  close=close)
 
 

@@ -106,6 +106,9 @@ def rra_window(encode_batch: int, num_groups: int, even: EvenBatches) -> Window:
 _LEAST_BATCHES, _EVEN = 6, 0.75
 
 
+_AWAY = Load(2**30, 0)  # of a replica that takes no requests
+
+
 class Recall(NamedTuple):
     """Requests to recall from `replica`: one for each replica in `takers`."""
 
@@ -282,6 +285,7 @@ class Router:
         self._paces = Paces(windows, speeds)
         self._takers: dict[int, tuple[int, ...]] = {}  # recalled from -> for whom
         self._has_none = [False] * len(windows)  # nothing to return, until it gets more
+        self.away: set[int] = set()  # replicas that can execute nothing now
 
     @property
     def is_empty(self) -> bool:
@@ -325,7 +329,9 @@ class Router:
             return []
         coming = [sum(own.count(replica) for own in self._takers.values())
                   for replica in range(len(loads))]
-        asked = [replica in self._takers or none for replica, none in enumerate(self._has_none)]
+        asked = [replica in self._takers or none or replica in self.away
+                 for replica, none in enumerate(self._has_none)]
+        loads = [_AWAY if replica in self.away else load for replica, load in enumerate(loads)]
         found = recalls(self.windows, self._paces, loads, coming, asked, self._again)
         self._takers |= dict(found)
         return found
@@ -337,6 +343,15 @@ class Router:
         self._has_none[replica] = len(places) < len(takers)
         for place, taker in zip(places, takers, strict=False):
             self._shares[taker].append(place)
+
+    def give_back(self, replica: int, places: Sequence[int], others: Sequence[int]) -> None:
+        """Assigns all requests of a replica that goes away to `others`, in turn and before their
+        own. `places`: indices of those that it has, in order."""
+        self.away.add(replica)
+        self._shares[replica], left = deque(), [*places, *self._shares[replica]]
+        for turn, place in enumerate(reversed(left)):
+            self._shares[others[turn % len(others)]].appendleft(place)
+        self._supplied[replica] = False  # what it gets next is its own
 
     def _take_over(self, replica: int, waiting: int, most: int) -> list[int]:
         """Takes requests of the largest share, so that both replicas have equally many waiting. The

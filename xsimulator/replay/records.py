@@ -47,15 +47,13 @@ class HandoverRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayResult:
-    """Result of the replay of a whole job, with ramp-up and drain. `replicas`: requests of each,
-    where there are several."""
+    """Result of the replay of a whole job, with ramp-up and drain."""
 
     pools: tuple[PoolRecords, ...]
     handovers: tuple[HandoverRecords, ...]
     times: QueryTimes
     output_tokens: IntArray  # [requests]
     preemptions: int
-    replicas: Sequence[IntArray] = ()
 
     @property
     def latency_s(self) -> FloatArray:

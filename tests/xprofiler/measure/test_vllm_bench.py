@@ -1,12 +1,11 @@
 """Steps of an engine that are timed as wholes are taken apart into what they are made of."""
 
-from collections.abc import Sequence
 
 import pytest
 
 pytest.importorskip("torch", reason="what measures needs the extra `run`")
 from xprofiler.measure.vllm_worker import VllmBench
-from xrunner.backends.vllm.core import Token
+from xrunner.backends.vllm.protocol import Loaded, Step, Token
 from xrunner.query import Sampling
 
 LAYERS = 10
@@ -17,7 +16,7 @@ class Timed:
     """A core whose steps take known times: by the token, by pairs of tokens that attend, by
     queries that get a token, by tokens of context read, and a fixed part."""
 
-    max_tokens = 10_000
+    loaded = Loaded(max_pass=10_000, max_tokens=10_000)
 
     def __init__(self) -> None:
         self.now_s, self.num_steps, self.tokens, self.slower = 0.0, 0, 0, 1.0
@@ -26,15 +25,15 @@ class Timed:
     def clock(self) -> float:
         return self.now_s
 
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None:
-        # those that are filled have all but their last token already
-        self._held[name] = len(tokens), len(tokens) - 1 if not name.isdecimal() else 0
-
-    def end(self, names: Sequence[str]) -> None:
-        for name in names:
+    def step(self, step: Step) -> dict[str, Token]:
+        for name in step.ended:
             del self._held[name]
-
-    def step(self, tokens: dict[str, int]) -> dict[str, Token]:
+        for new in step.added:
+            # those that are filled have all but their last token already
+            inputs = len(new.tokens)
+            self._held[new.name] = inputs, inputs - 1 if not new.name.isdecimal() else 0
+        if not (tokens := dict(step.wanted)):
+            return {}
         seconds = FIXED_S + HEAD_S * len(tokens)
         for name, count in tokens.items():
             inputs, held = self._held[name]

@@ -13,6 +13,7 @@ from xgpt.core.controls import FIXED, Batches
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.replicas import ToReplicas
+from xrunner.engine.running_rules import RunningRules
 from xrunner.files.launcher_link import ChangeOrder, LauncherLink, load_change_order, read_observed
 from xrunner.rules.changes import ChangesByShape
 from xrunner.rules.rra import PhaseControls
@@ -110,9 +111,9 @@ def linked(job: Job, sink: Told, folder: Path, order: ChangeOrder,
     order.save(folder)
     assert load_change_order(folder) == order
 
-    def prepare(head: Head, others: ToReplicas) -> None:
+    def prepare(head: Head, others: ToReplicas, rules: RunningRules) -> None:
         sink.launcher = LauncherLink(
-            folder, first_query=0, rule=others,
+            folder, first_query=0, rule=rules,
             at_work=others.lengths_so_far)
         seen(head, others)
 

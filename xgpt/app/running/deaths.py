@@ -4,19 +4,17 @@ After a rank dies the ranks are started again, a limited number of times. A quer
 run at two deaths may be their cause, so it is run last and alone. Where its rank dies again, the
 query gets an error instead of an answer. The others finish."""
 
-import json
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 from xgpt.app.teller import Teller
 from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.system.whole_file import write_atomically
 from xgpt.launch.process import RanksFailed
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
 from xgpt.requests.spool import Spool
-from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE
+from xgpt.run_folder.files import RESULTS_FILE
+from xrunner.files.deaths import Deaths
 from xrunner.files.expired import expired_requests
 from xrunner.files.lock import StopRequest
 from xrunner.files.results import ResultWriter, answered, count_results
@@ -25,25 +23,23 @@ from xrunner.files.spooled_requests import SpooledQueries
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 
-SUSPECT = 2  # deaths at which a query was being run
-
 
 class Leg(NamedTuple):
     """One start of the ranks. `aside`: queries to leave out; `alone`: the only query to run, if
-    there is one."""
+    there is one. `restarts`: that are left to engines below the ranks."""
 
     aside: tuple[int, ...] = ()
     alone: int | None = None
     is_first: bool = True
+    restarts: int = 0
 
 
-class Deaths:
-    """Counts, per query of a job, the rank deaths while it was run."""
+class Legs:
+    """The starts of a run's ranks, by what died at work on which query."""
 
     def __init__(self, plan: RunPlan) -> None:
-        self._plan, self._path = plan, plan.output / DEATHS_FILE
+        self._plan, self.deaths = plan, Deaths(plan)
         self._results = plan.output / "results.jsonl"
-        self._counts = Counter[int](self._read())
 
     def next_leg(self) -> Leg | None:
         """The queries to run next; None where every query is answered."""
@@ -52,8 +48,9 @@ class Deaths:
         if total and left <= 0:
             return None
         # few: no list of ten million queries
-        suspects = sorted(query for query, count in self._counts.items() if count >= SUSPECT
-                          and done.written <= query < total and query not in done.held)
+        self.deaths.read()
+        suspects = sorted(query for query in self.deaths.suspects
+                          if done.written <= query < total and query not in done.held)
         if not suspects or len(suspects) < left:
             return Leg(tuple(suspects))
         return Leg(tuple(suspects[1:]), alone=suspects[0])
@@ -68,10 +65,9 @@ class Deaths:
         done = answered(self._results)
         underway = [query for query in read_underway(self._plan.output)
                     if query >= done.written and query not in done.held]
-        self._counts.update(set(underway))
-        suspects = sum(self._counts[query] >= SUSPECT for query in underway)
-        write_atomically(self._path, json.dumps(
-            {"fingerprint": self._plan.fingerprint, "deaths": dict(self._counts)}) + "\n")
+        self.deaths.read()
+        self.deaths.add(underway)
+        suspects = len(self.deaths.suspects & set(underway))
         return "" if not suspects else (
             f"Of {counted(suspects, 'request')} this was the second death: each runs alone at the "
             "end, with a restart of its own")
@@ -93,33 +89,29 @@ class Deaths:
         return [query for query in expired_requests(self._plan.output)
                 if query >= done.written and query not in done.held]
 
-    def _read(self) -> dict[int, int]:
-        try:
-            saved = json.loads(self._path.read_text(encoding="utf-8"))
-            if saved["fingerprint"] != self._plan.fingerprint:
-                return {}
-            return {int(query): int(count) for query, count in saved["deaths"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}
-
 
 def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
                 tell: Teller) -> None:
     """Starts the ranks until every query is answered or a stop is requested. Raises the errors of
     `start`; for a rank's death only after `restarts` of them, not counting those of a query that
     is run alone."""
-    deaths = Deaths(plan)
-    leg, is_first = deaths.next_leg(), True
+    legs = Legs(plan)
+    leg, is_first = legs.next_leg(), True
     while leg is not None:
+        before = len(legs.deaths.engines)
         try:
-            start(leg._replace(is_first=is_first))
+            try:
+                start(leg._replace(is_first=is_first, restarts=restarts))
+            finally:
+                legs.deaths.read()
+                restarts = max(restarts - len(legs.deaths.engines) + before, 0)
         except RanksFailed as error:
             tell.end_progress()
             if error.is_told or (leg.alone is None and restarts == 0):
                 said = f"{_is_kept(plan)}; the same command goes on from there"
                 raise XgptError(str(error) if "the same command goes on" in str(error) else
                                 f"{error}\n{paragraph(said)}") from None
-            what = deaths.record(leg, str(error))
+            what = legs.record(leg, str(error))
             if StopRequest(plan.output).is_made:
                 raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
                                    f"{_is_kept(plan)}, and the same command goes on from "
@@ -131,11 +123,13 @@ def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
             tell.say(paragraph(f"note: {what + '. ' if what else ''}{_is_kept(plan)}; the ranks "
                                f"start again{left}"))
         else:
-            if not leg.aside or StopRequest(plan.output).is_made:
+            # an engine's death may leave queries that are under suspicion
+            is_over = not leg.aside and len(legs.deaths.engines) == before
+            if is_over or StopRequest(plan.output).is_made:
                 break
-        leg, is_first = deaths.next_leg(), False
+        leg, is_first = legs.next_leg(), False
     if answered(plan.output / RESULTS_FILE).written == len(Spool(plan.output)):
-        (plan.output / DEATHS_FILE).unlink(missing_ok=True)
+        legs.deaths.clear()
 
 
 def _is_kept(plan: RunPlan) -> str:

@@ -236,9 +236,12 @@ class StallWatch:
     longest step known; `step_s`: the longest planned one."""
 
     def __init__(self, output: Path, *, ranks: int, limit_s: float | None, step_s: float = 0.0,
+                 leaves_engines: bool = False,
                  clock: Callable[[], float] = time.monotonic) -> None:
+        """`leaves_engines`: ranks notice hanging engines themselves, within the same limit."""
         self._output, self._ranks, self._limit_s, self._step_s = output, ranks, limit_s, step_s
         self._clock, self._start_s, self._looked_s = clock, clock(), clock()
+        self._times = 2 if leaves_engines else 1
         self._seen: dict[int, _Seen] = {}
 
     def look(self) -> None:
@@ -263,7 +266,9 @@ class StallWatch:
             return
         if state.at_s != seen.state.at_s:
             seen.changed_s = now
-        if state.num_steps != seen.state.num_steps or state.step_since_s != seen.state.step_since_s:
+        # a note is of something with a limit of its own, such as loading an engine
+        if state.note or state.num_steps != seen.state.num_steps or (
+                state.step_since_s != seen.state.step_since_s):
             seen.worked_s = now
         seen.state = state
 
@@ -278,8 +283,8 @@ class StallWatch:
 
     def limit_s(self) -> float:
         """Seconds without progress after which the run is ended."""
-        return (max(LEAST_S, _STEPS * self.longest_step_s) if self._limit_s is None
-                else self._limit_s)
+        return self._times * (max(LEAST_S, _STEPS * self.longest_step_s)
+                              if self._limit_s is None else self._limit_s)
 
     @property
     def longest_step_s(self) -> float:

@@ -244,10 +244,12 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
-        kv_in_blocks=estimate is not None and uses_kv_blocks(opened, estimate),
+        kv_in_blocks=run.engine == OWN_ENGINE and estimate is not None and uses_kv_blocks(
+            opened, estimate),
         shares_prefixes=estimate is not None and shares_prefixes(opened.problem, estimate),
         has_forms=bool(job.workload.requests and job.workload.requests.terms.form),
         cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
+        engine_python=run.engine_python or "", stall_timeout_s=run.stall_timeout_s,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
         deterministic=run.deterministic, private=run.private, sync_s=run.sync_s,
         stage_model=run.stage_model if run.weights == "checkpoint" else "off")

@@ -58,6 +58,7 @@ from xgpt.report.prefix_words import prefix_figures, prefix_lines
 from xgpt.report.run_charts import replay_lanes
 from xgpt.report.run_screen import begin_screen, machine_words
 from xgpt.report.table import paragraph
+from xgpt.report.words import counted
 from xgpt.requests.spool import num_queries
 from xgpt.run_folder.files import RESULTS_FILE, ending_recorded, job_facts
 from xgpt.run_folder.state import State, state_left
@@ -65,7 +66,8 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
-from xrunner.backends.engine import engine_of, program_of
+from xrunner.backends.engine import engine_of
+from xrunner.files.deaths import Deaths
 from xrunner.files.expired import num_expired
 from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
@@ -122,6 +124,8 @@ class Run:
         self._requests, self._spool = requests_of(self.opened)
         self.plan = plan_for_ranks(self.opened, self.schedule, self._requests)
         self._legs_s = list[float]()  # duration of each start of the ranks
+        self._deaths = Deaths(self.plan)
+        self._num_told = len(self._deaths.engines)
 
     def execute(self) -> dict[str, Any]:
         """Runs all queries; returns the content of metrics.json and the path of the results. Raises
@@ -182,19 +186,23 @@ class Run:
         """Starts the ranks, and follows them to their end. Raises StoppedEarly, XgptError."""
         # only the first start: observations before a death do not count for later ones
         own = self._rescheduler if leg.is_first else None
-        plan = replace(self.plan, aside=leg.aside, is_watched=own is not None)
+        plan = replace(self.plan, aside=leg.aside, is_watched=own is not None,
+                       restarts=leg.restarts)
         run_file, job, problem = plan.save(), self.opened.job, self.opened.problem
         (self.output / "measured.json").unlink(missing_ok=True)
         estimate, engine = self.schedule.estimate, engine_of(job)
-        command = program_of(job, engine.worker, run_file)
-        count = 1 if command else estimate.num_devices  # of our own processes
+        count, per_node = estimate.num_devices, ranks_per_node(
+            estimate, problem.cluster.devices_per_node)
+        each = estimate.deployment.devices_per_replica if engine.rank_per_replica else 0
+        if each:  # ranks_per_node gives whole replicas
+            count, per_node = count // each, max((per_node or count) // each, 1)
         guard = Guard(self.output, None if not engine.tells_steps else StallWatch(
             self.output, ranks=count, limit_s=job.run.stall_timeout_s,
-            step_s=estimate.figures.encode_s))
+            step_s=estimate.figures.encode_s, leaves_engines=engine.rank_per_replica))
         program = RankProgram(
-            module=engine.worker, argument=run_file, inherited=(self._lock,), command=command,
+            module=engine.worker, argument=run_file, inherited=(self._lock,),
             standby=self.opened.standby, holds=weights_key(plan, self.schedule), count=count,
-            per_node=ranks_per_node(estimate, problem.cluster.devices_per_node))
+            per_node=per_node, devices_each=each)
         begin_s = time.monotonic()
         try:
             launcher_of(job, problem).run(program, watch=partial(self.follow, guard, own),
@@ -214,6 +222,14 @@ class Run:
         """Checks the ranks while they work; called often. Raises StoppedEarly, RanksHang or
         XgptError to end them."""
         guard.look()
+        self._deaths.read()
+        for death in self._deaths.engines[self._num_told:]:
+            self.tell.end_progress()
+            self.tell.say(paragraph(
+                f"note: the engine of replica {death.replica} died: {death.why}. Its "
+                f"{counted(death.given_back, 'request')} went to others. It starts again while "
+                "restarts are left (run.restarts)"))
+        self._num_told = len(self._deaths.engines)
         tell_run(self.tell, self.output / "progress.json", self.schedule.bound.limit_s,
                  guard.silent)
         if rescheduler is not None and rescheduler.update():

@@ -1,21 +1,18 @@
-"""vLLM's engine core, in this process: started with what a schedule needs, fed and stepped. Runs in
-the interpreter that has vLLM, and imports it when a core is started."""
+"""vLLM's engine core, in this process: loaded, fed and stepped as a rank asks (protocol.py). It
+runs in the interpreter that has vLLM, and imports it when a core is made."""
 
 import json
 import os
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.backends.vllm.row import LORA, QUIET, block_tokens, engine_arguments
+from xrunner.backends.vllm.protocol import Added, Check, Load, Step, Token, passes
 from xrunner.query import Sampling, TokenLikelihood
-from xrunner.rules.steps import Start
 
 _LOOK_S = 0.001  # chosen: seconds between polls for a compiled grammar
 
@@ -107,120 +104,74 @@ def rewind_draws(worker: Any) -> None:
 
 
 SCHEDULER = "xrunner.backends.vllm.scheduler.StepScheduler"
-# chosen: most tokens of one pass; a larger step takes several. vLLM runs its largest pass at the
-# start, and reserves memory for it.
-MOST_TOKENS = 4096
-PREFIX = "filled-"  # of requests whose inputs count as encoded (filled.py)
-_GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreSettings:
-    """Settings of one engine core.
+def config_of(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's configuration. Raises XgptError with vLLM's reason if it takes no such arguments."""
+    from vllm.engine.arg_utils import EngineArgs
 
-    `tp_degree`: processes that divide each layer, of `threads` each. `max_tokens`: positions of the
-    longest request. `kv_tokens`: KV tokens of all requests together, of `kv_token_bytes` each over
-    all processes. `most_tokens`: tokens of one pass. `is_random`: random weights. `arguments`:
-    run.engine_args, which override ours. `needs_tokenizer`: some outputs follow a grammar.
-    `has_prefixes`: requests share blocks."""
-
-    model_dir: Path
-    dtype: str
-    threads: int
-    max_queries: int
-    max_tokens: int
-    kv_tokens: int
-    kv_token_bytes: int
-    tp_degree: int = 1
-    device_kind: str = "cpu"
-    is_random: bool = False
-    most_tokens: int = MOST_TOKENS
-    needs_tokenizer: bool = False
-    has_prefixes: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def block_tokens(self) -> int:
-        """Number of tokens in a KV block."""
-        return block_tokens(self.arguments, self.device_kind)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of KV blocks: each request fills its last block in part, and vLLM takes one
-        itself."""
-        return self.kv_tokens // self.block_tokens + self.max_queries + 1
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of one process's KV cache."""
-        return self.num_blocks * self.block_tokens * -(-self.kv_token_bytes // self.tp_degree)
+    try:
+        return EngineArgs(**arguments).create_engine_config()
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as cause:
+        raise XgptError(f"vLLM does not start: {cause}") from cause
 
 
-class Token(NamedTuple):
-    """One request's next token. `is_finite`: its logits were finite. `is_end`: the request is full
-    and gone. `likelihood`: where asked for."""
+class Judge:
+    """Finds requests that vLLM cannot answer before they run, so that others do not suffer. It
+    tries their sampling parameters and compiles their grammars, without the model."""
 
-    value: int
-    is_finite: bool = True
-    is_end: bool = False
-    likelihood: TokenLikelihood | None = None
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm.v1.structured_output import StructuredOutputManager
 
+        self._config = config_of(arguments)
+        self._manager = StructuredOutputManager(self._config)
 
-def environment(settings: CoreSettings) -> dict[str, str]:
-    """Environment variables that vLLM reads when it starts. They keep its scheduler in this process
-    and the network unused, give each process cores of its own, and count logits that are not
-    finite."""
-    values = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
-    if settings.tp_degree > 1:  # this process has threads, so a fork is unsafe
-        values["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    if settings.device_kind == "cpu":
-        # its default binding reserves a core, and takes the others' hyperthreads
-        values |= {"VLLM_CPU_OMP_THREADS_BIND": "|".join(_cores_of_each(settings)),
-                   "VLLM_CPU_KVCACHE_SPACE": str(-(-settings.kv_bytes // _GIB))}
-    return values
+    def reason(self, asked: Check) -> str | None:
+        """Why vLLM cannot answer the request; None if it can."""
+        from vllm.v1.request import Request
 
-
-def _cores_of_each(settings: CoreSettings) -> list[str]:
-    """Cores of each process in vLLM's notation; shared if there are too few."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = [[cores[(rank * settings.threads + thread) % len(cores)]
-             for thread in range(min(settings.threads, len(cores)))]
-            for rank in range(settings.tp_degree)]
-    return [",".join(map(str, sorted(own))) for own in each]
+        try:
+            parameters = parameters_of(asked.sampling, len(asked.tokens), self._config,
+                                       asked.max_tokens)
+            request = Request(request_id="asked", prompt_token_ids=list(asked.tokens),
+                              sampling_params=parameters, pooling_params=None)
+            self._manager.grammar_init(request)
+            await_grammar(request)
+        except Exception as cause:  # a grammar compiler raises any error
+            return f"vLLM: {str(cause).strip() or type(cause).__name__}"
+        return None
 
 
 class EngineCore:
     """One vLLM engine core: requests by name, and passes over the tokens wanted of each."""
 
-    def __init__(self, settings: CoreSettings) -> None:
+    def __init__(self, load: Load) -> None:
         """Loads the model. Raises XgptError with vLLM's reason if it cannot."""
-        os.environ.update(environment(settings))
-        from vllm.engine.arg_utils import EngineArgs
+        os.environ.update(load.environment)
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core import EngineCore as Core
         from vllm.v1.executor import Executor
 
-        self._request, self._adapter = EngineCoreRequest, _adapter_of(settings)
-        self._num_processes = settings.tp_degree
+        self._request, self._adapter = EngineCoreRequest, _adapter_of(load.adapter)
         self._tops: dict[str, int] = {}  # number of likeliest tokens that each request asks for
-        self.max_pass = MOST_TOKENS
+        # the batching rule relies on these
+        config = config_of({**load.arguments, "scheduler_cls": SCHEDULER,
+                            "async_scheduling": False})
+        self._num_processes = config.parallel_config.world_size
         try:
-            config = EngineArgs(**self._arguments(settings)).create_engine_config()
-            self.max_pass = config.scheduler_config.max_num_batched_tokens
             self._core = Core(config, Executor.get_class(config), log_stats=False)
-            if settings.device_kind == "cpu":
+            if config.device_config.device_type == "cpu":
                 self._core.model_executor.collective_rpc(rewind_draws)
         except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as cause:
             raise XgptError(f"vLLM does not start: {cause}") from cause
-        self.max_tokens = config.model_config.max_model_len
+        self.max_pass: int = config.scheduler_config.max_num_batched_tokens
+        self.max_tokens: int = config.model_config.max_model_len
 
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling, generated: int = 0,
-            start: Start | None = None) -> None:
-        """Adds a waiting request, which ends only by `end`. `generated`: how many of the last
-        tokens are its own output, from before an eviction. `start`: the prefix that it begins
-        with, and those that it writes."""
+    def _add(self, new: Added) -> None:
+        """Adds a waiting request, which ends only by `_end`."""
+        name, tokens, sampling = new.name, list(new.tokens), new.sampling
         request, _ = self._core.preprocess_add_request(self._request(
-            request_id=name, prompt_token_ids=list(tokens), mm_features=None,
+            request_id=name, prompt_token_ids=tokens, mm_features=None,
             sampling_params=parameters_of(sampling, len(tokens), self._core.vllm_config,
                                           self.max_tokens),
             pooling_params=None, arrival_time=time.time(), lora_request=self._adapter,
@@ -228,27 +179,33 @@ class EngineCore:
         await_grammar(request)
         self._tops[name] = sampling.top_logprobs or 0
         form = request.structured_output_request
-        if generated and form is not None:
-            form.grammar.accept_tokens(name, list(tokens)[-generated:])
+        if new.generated and form is not None:
+            form.grammar.accept_tokens(name, tokens[-new.generated:])
         self._core.add_request(request)
-        if start is not None:
-            self._core.scheduler.share(name, start)
+        if new.start is not None:
+            self._core.scheduler.share(name, new.start)
 
-    def end(self, names: Sequence[str]) -> None:
+    def _end(self, names: Sequence[str]) -> None:
         """Removes requests that are done or evicted, and frees their blocks."""
         for name in names:
             self._tops.pop(name, None)  # a request that ended by itself is gone already
         if names:
             self._core.abort_requests(list(names))
 
-    def release(self, nodes: Sequence[int]) -> None:
-        """Gives up shared prefixes. Their blocks are free once no request has them."""
-        if nodes:
-            self._core.scheduler.release(nodes)
+    def step(self, step: Step) -> dict[str, Token]:
+        """Executes a step in as few passes as vLLM allows. Returns the next token of each request
+        whose input it ended. Raises XgptError if vLLM schedules anything else."""
+        self._end(step.ended)
+        if step.released:
+            self._core.scheduler.release(step.released)
+        for new in step.added:
+            self._add(new)
+        given = dict[str, Token]()
+        for wanted in passes(step.wanted, self.max_pass):
+            given |= self._pass(wanted)
+        return given
 
-    def step(self, tokens: Mapping[str, int]) -> dict[str, Token]:
-        """Executes one pass over so many tokens of each request. Returns the next token of each
-        request whose input it ended. Raises XgptError if vLLM schedules anything else."""
+    def _pass(self, tokens: Mapping[str, int]) -> dict[str, Token]:
         self._core.scheduler.want(tokens)
         outputs, _ = self._core.step()
         given = {one.request_id: Token(
@@ -271,38 +228,18 @@ class EngineCore:
         if self._num_processes > 1:
             self._core.shutdown()
 
-    def _arguments(self, settings: CoreSettings) -> dict[str, Any]:
-        """Arguments of vLLM's engine: ours, overridden by the user's."""
-        return {"model": str(settings.model_dir), "dtype": settings.dtype, "seed": 0,
-                "skip_tokenizer_init": not settings.needs_tokenizer, "trust_remote_code": False,
-                "max_model_len": settings.max_tokens, "max_num_seqs": settings.max_queries,
-                "max_num_batched_tokens": max(settings.most_tokens, settings.max_queries),
-                "enable_prefix_caching": settings.has_prefixes,
-                "prefix_caching_hash_algo": "sha256",
-                "num_gpu_blocks_override": settings.num_blocks,
-                "load_format": "dummy" if settings.is_random else "auto",
-                "enforce_eager": settings.device_kind == "cpu", "disable_log_stats": True,
-                "tensor_parallel_size": settings.tp_degree,
-                "block_size": settings.block_tokens,
-                # windowed layers keep all tokens, as planned: separate groups of layers would take
-                # a block of each per request, and there are not that many
-                "disable_hybrid_kv_cache_manager": True,
-                **engine_arguments(settings.arguments),
-                # the batching rule relies on these
-                "scheduler_cls": SCHEDULER, "async_scheduling": False}
-
 
 def _peak_bytes(worker: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _adapter_of(settings: CoreSettings) -> Any:
-    """The job's adapter, which every request names; None if there is none."""
-    if LORA not in settings.arguments:
+def _adapter_of(folder: str | None) -> Any:
+    """The adapter that every request names; None if there is none."""
+    if folder is None:
         return None
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("adapter", 1, str(settings.arguments[LORA]))
+    return LoRARequest("adapter", 1, folder)
 
 
 def _likelihood(logprobs: Any, top: int) -> TokenLikelihood | None:

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from xrunner.backends.vllm.core import PREFIX
+from xrunner.backends.vllm.protocol import PREFIX
 
 
 class FilledCache(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here

@@ -310,11 +310,6 @@ def _unknown(job: Job, problem: Problem, fixed: FixedSchedule) -> Iterator[Mista
                       "engine vllm all devices of a replica divide its layers")
 
 
-def command(job: Job, module: str, argument: str) -> list[str]:
-    """Command of the engine's process."""
-    return command_of(python_of(job), module, argument)
-
-
 def identity(job: Job) -> str:
     """vLLM's version and arguments, on which step times depend. Raises XgptError without vLLM."""
     distribution, version = version_in(python_of(job))
@@ -325,5 +320,5 @@ def identity(job: Job) -> str:
 
 ENGINE = Engine(name=NAME, worker="xrunner.backends.vllm.vllm_worker", restricted=_restricted,
                 refusals=_refusals, check_installed=_check_installed, is_predicted=True,
-                is_changeable=True, tells_steps=True, command=command, identity=identity,
+                is_changeable=True, tells_steps=True, rank_per_replica=True, identity=identity,
                 profiler="xprofiler.measure.vllm_worker")

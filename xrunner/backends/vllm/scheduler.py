@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from xgpt.core.errors import XgptError
-from xrunner.rules.steps import Start
+from xrunner.backends.vllm.protocol import SharedStart
 
 
 class StepScheduler(Scheduler):  # type: ignore[misc]  # untyped: vLLM is in no environment of ours
@@ -20,7 +20,7 @@ class StepScheduler(Scheduler):  # type: ignore[misc]  # untyped: vLLM is in no 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._wanted: dict[str, int] = {}
-        self._starts: dict[str, Start] = {}  # of waiting requests
+        self._starts: dict[str, SharedStart] = {}  # of waiting requests
         self._writers: dict[int, tuple[str, int]] = {}  # of a prefix: (request, prefix's end)
         self._held: dict[int, list[Any]] = {}  # blocks of each prefix that is encoded
 
@@ -29,7 +29,7 @@ class StepScheduler(Scheduler):  # type: ignore[misc]  # untyped: vLLM is in no 
         requests must be among them."""
         self._wanted = dict(tokens)
 
-    def share(self, name: str, start: Start) -> None:
+    def share(self, name: str, start: SharedStart) -> None:
         """Begins a waiting request behind the tokens that it shares."""
         self._starts[name] = start
         self._writers.update((node, (name, end)) for node, end in start.writes)

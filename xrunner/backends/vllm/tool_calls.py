@@ -5,11 +5,10 @@
 Imports vLLM where it is used, in the interpreter that has it."""
 
 import json
-from dataclasses import MISSING, fields, replace
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
-
-from xrunner.query import FinishedQuery, ToolCall
 
 
 def known_parsers() -> list[str]:
@@ -20,7 +19,7 @@ def known_parsers() -> list[str]:
 
 
 class ToolCallFinder:
-    """Turns answers of chats with tools into tool calls."""
+    """Finds the calls in answers to chats with tools."""
 
     def __init__(self, parser: str, model_dir: Path) -> None:
         from vllm.tokenizers import get_tokenizer
@@ -30,25 +29,23 @@ class ToolCallFinder:
         self._tokenizer: Any = get_tokenizer(str(model_dir), trust_remote_code=False)
         self._ends = {self._tokenizer.eos_token_id}
 
-    def __call__(self, result: FinishedQuery) -> FinishedQuery:
-        """The result with its tool calls, if there are any; the rest of the text stays."""
-        query = result.query
-        if not query.tools or result.error is not None:
-            return result
+    def __call__(self, tools: str,
+                 output_ids: Sequence[int]) -> tuple[str, list[tuple[str, str]]] | None:
+        """(the rest of the text, (name, arguments) of each call) of an output; None without any.
+        `tools`: of the chat, as JSON."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest(model="", messages=[], tools=json.loads(query.tools))
-        parser = self._parser(self._tokenizer, request.tools)
-        ids = list(result.output_ids)
+        request = ChatCompletionRequest(model="", messages=[], tools=json.loads(tools))
+        parser, ids = self._parser(self._tokenizer, request.tools), list(output_ids)
         if ids and ids[-1] in self._ends:
             ids.pop()
         # some models mark calls by special tokens, which plain text leaves out
         found = parser.extract_tool_calls(
             self._tokenizer.decode(ids, skip_special_tokens=False), request)
         if not found.tools_called:
-            return result
-        return replace(result, text=found.content or "", tool_calls=tuple(
-            ToolCall(call.function.name, call.function.arguments) for call in found.tool_calls))
+            return None
+        return found.content or "", [(call.function.name, call.function.arguments)
+                                     for call in found.tool_calls]
 
 
 def arguments() -> dict[str, str]:

@@ -9,9 +9,9 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 
 from plans import plan_of  # noqa: E402
 
-from xgpt.app.running.deaths import Deaths, Leg  # noqa: E402
+from xgpt.app.running.deaths import Leg, Legs  # noqa: E402
 from xgpt.requests.spool import Record, SpoolWriter  # noqa: E402
-from xgpt.run_folder.files import DEATHS_FILE  # noqa: E402
+from xrunner.files.deaths import DEATHS_FILE  # noqa: E402
 from xrunner.files.expired import expired_requests, write_expired  # noqa: E402
 
 
@@ -24,7 +24,7 @@ def test_a_suspect_beside_an_expired_line_of_four_answers_ends_the_job(tmp_path,
     assert write_expired(tmp_path, [2]) == [1, 2, 3, 4] == expired_requests(tmp_path)
     (tmp_path / DEATHS_FILE).write_text(json.dumps(
         {"fingerprint": plan.fingerprint, "deaths": {"0": 2}}))
-    deaths = Deaths(plan)
+    deaths = Legs(plan)
     leg = deaths.next_leg()
     assert leg == Leg((), alone=0)
     assert "has an error instead of an answer" in deaths.record(leg, "killed")
