@@ -28,7 +28,8 @@ AXES = {
     Operator.CROSS_KV.value: ("tokens", ""), Operator.EMBED.value: ("tokens", ""),
     Operator.HEAD.value: ("queries", ""), Operator.KV_COMPACTION.value: ("rows moved", "tokens"),
     "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
-    "kv_handover_direct": ("bytes", ""), "step_overhead": ("", "")}
+    "kv_handover_direct": ("bytes", ""), "step_overhead": ("", ""),
+    "engine_start": ("engines at once", "")}
 Faults = list[tuple[str, object, str]]  # key, value, what is allowed
 _COLUMNS = ["x", "y", "samples_s", "date, missing and tries, where known"]
 _MOST_SIZE = 1e18  # bytes, tokens, queries

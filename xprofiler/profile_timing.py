@@ -19,7 +19,15 @@ from xgpt.core.policies import Role
 from xgpt.core.system.machine import Layout
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.points import Needs, skipped_points
-from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, Profile, Sample, TableKey
+from xprofiler.profile import (
+    ENGINE_START,
+    HANDOVER,
+    HANDOVER_DIRECT,
+    STEP_OVERHEAD,
+    Profile,
+    Sample,
+    TableKey,
+)
 from xprofiler.source_errors import IMPORTED
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource, of_role
 
@@ -85,6 +93,8 @@ class ProfileTiming:
             tp_degrees=frozenset(degree for degree in profile.tp_degrees if any((
                 degree == 1, fallback is not None,
                 *(key[:2] == (MessageKind.ALL_REDUCE.value, degree) for key in self._grids)))),
+            start_s={key.tp_degree: points[-1].median_s for key, points in profile.tables.items()
+                     if key.name == ENGINE_START},
             captured_degrees=frozenset(key.tp_degree for key in profile.tables
                                        if key.name == Operator.DECODE_REST.value))
 

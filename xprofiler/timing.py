@@ -4,7 +4,8 @@ The measured profile and the analytic roofline are interchangeable behind it. Si
 arrays, broadcast against each other, in elements, tokens, bytes and seconds. A time is that of one
 tensor-parallel group's shard, without synchronisation."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -70,6 +71,8 @@ class TimingFacts:
     # whether a tensor-parallel group also exchanges messages that these times leave out: each step
     # from its first rank, and back to it the tokens chosen from each rank's share of the head
     sends_in_groups: bool = False
+    # seconds until another engine is ready, by tensor-parallel degree, where measured
+    start_s: Mapping[int, float] = field(default_factory=dict)
 
     def can_time(self, tp_degree: int) -> bool:
         """Whether the source has times for groups of `tp_degree`."""

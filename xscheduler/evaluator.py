@@ -116,17 +116,19 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
     return None if replayed is None else mean_prediction(
-        replayed.results, replayed.num_queries, replayed.deadlines_s)
+        replayed.results, replayed.num_queries, replayed.deadlines_s, replayed.load_s)
 
 
 class JobReplays(NamedTuple):
     """Replays of a job of `num_queries` requests. is_whole: each replays all of them.
-    deadlines_s: of those replayed, [requests]; None without any."""
+    deadlines_s: of those replayed, [requests]; None without any. load_s: until the replicas of
+    another engine are ready, if known."""
 
     results: Iterator[ReplayResult]
     num_queries: int
     is_whole: bool
     deadlines_s: FloatArray | None = None
+    load_s: float | None = None
 
 
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
@@ -158,7 +160,8 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
         deadlines_s = known.deadlines_s[order]
     elif math.isfinite(limit_s):
         deadlines_s = np.full(count, limit_s)
-    return JobReplays(results, total, count == total, deadlines_s)
+    return JobReplays(results, total, count == total, deadlines_s,
+                      timing.facts.start_s.get(estimate.deployment.tp_degree))
 
 
 def evenly_spread(problem: Problem, lengths: QueryLengths, count: int) -> QueryLengths:

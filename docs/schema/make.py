@@ -136,6 +136,14 @@ PAIR = of_keys({"measured": or_none(NUMBER), "predicted": or_none(NUMBER)},
                words="`predicted` is null where nothing was predicted of what was run.")
 PAIRS = ("throughput_qps", "output_tokens_per_s", *PERCENTILES, "wall_s", "load_s",
          "overhead_share")
+OF_REPLICA = {"replica": whole("its number"), "node": text("its host"),
+              "devices": text("`GPU 3`, or `cores 0-1`"), "restarts": whole("of its engine"),
+              "load_s": number("of its slowest rank")}
+REPLICA_PAIRS = ("queries", "output_tokens", "wall_s", "output_tokens_per_s")
+MEASURED_REPLICA = of_keys({
+    **OF_REPLICA, "queries": whole("answered by it"), "output_tokens": whole("written"),
+    "wall_s": number("to its last token"), "output_tokens_per_s": or_none(NUMBER)})
+METRICS_REPLICA = of_keys({**OF_REPLICA, **dict.fromkeys(REPLICA_PAIRS, PAIR)})
 MEASURED = of_keys({
     "version": {"const": 1}, "state": {"enum": ["done", "stopped"]},
     "queries": whole("answered by this run"), **COUNTS, "wall_s": number("of the run"),
@@ -144,8 +152,9 @@ MEASURED = of_keys({
     "load_s": number("of the slowest rank"), **LOADED, "operators": or_none(text("whose served")),
     "overhead_share": or_none(number("of the time, that even the busiest stage waited")),
     "changes": array({"type": "object"}), "stages": array(STAGE), "ranks": array(RANK),
+    "replicas": array(MEASURED_REPLICA),
     "began_s": number("from the job's first command to the first step"), **DEADLINES},
-    words="measured.json: the ranks' own account.", without=("began_s", *DEADLINES))
+    words="measured.json: the ranks' own account.", without=("began_s", "replicas", *DEADLINES))
 METRICS = of_keys({
     "version": {"const": 1}, "name": text("of the job"), "status": {"enum": ["done", "stopped"]},
     "engine": text("what executed it"), "queries": whole("answered by all runs"), **COUNTS,
@@ -171,9 +180,9 @@ METRICS = of_keys({
         "worst_s": or_none(number("of all")), "sentence": text("the same in words")})),
     "forecast": or_none(of_fields(ForecastFigures, sentence=text("the same in words"))),
     "attribution": or_none(of_fields(Attribution, sentence=text("the same in words"))),
-    "attainment": PAIR, **DEADLINES},
+    "replicas": array(METRICS_REPLICA), "attainment": PAIR, **DEADLINES},
     words="metrics.json: what a run measured, beside what was predicted.",
-    without=("attainment", *DEADLINES))
+    without=("replicas", "attainment", *DEADLINES))
 BOX = {"type": "array", "prefixItems": [{"enum": list(KINDS)}, NUMBER, NUMBER,
                                         {"type": "integer"}], "minItems": 4, "maxItems": 4,
        "description": "kind, start and end in seconds since the job began, micro-batch"}

@@ -6,7 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from xgpt.cli.main import cli
 from xgpt.core import catalog
 from xgpt.core.policies import policy_names
 from xgpt.job.job_file import load_job
@@ -42,13 +44,27 @@ def test_every_name_is_in_the_catalog_and_the_ranks_fill_the_cluster(path):
     assert catalog.model(job.model).num_layers > 0
     if job.cluster != "local":
         assert isinstance(job.cluster, str)
-        assert job.run.ranks == catalog.cluster(job.cluster).num_devices
+        assert job.run.ranks in (None, catalog.cluster(job.cluster).num_devices)
 
 
-def test_the_jobs_for_slurm_are_those_that_are_called_so():
+def test_the_jobs_for_slurm_are_these():
     with_slurm = [path.stem for path in JOB_FILES if load_job(path).slurm is not None]
-    assert with_slurm == [path.stem for path in JOB_FILES if path.stem.startswith("slurm-")]
-    assert with_slurm == ["slurm-opt-13b", "slurm-quickstart"]
+    assert with_slurm == ["llama-8b-8gpu", "slurm-opt-13b", "slurm-quickstart"]
+
+
+@pytest.mark.parametrize(("cluster", "nodes"), [("8xH100", 1), ("16xH100", 2)])
+def test_eight_replicas_a_node_get_a_gpu_each_without_model_gpu_or_slurm(cluster, nodes):
+    done = CliRunner().invoke(cli, [
+        "submit", str(JOBS / "llama-8b-8gpu.yaml"), "--dry-run", "--json", "--set",
+        f"cluster={cluster}", "--set", "schedule={policy: sarathi, tp_degree: 1}"])
+    assert done.exit_code == 0, done.output
+    script = json.loads(done.stdout)["script"]
+    assert f"{8 * nodes} replicas x 1 device" in " ".join(done.stderr.split())
+    assert {f"#SBATCH --nodes={nodes}", "#SBATCH --gpus-per-node=8",
+            "#SBATCH --ntasks-per-node=8"} <= {*script.splitlines()}
+    (planned,) = [line for line in script.splitlines() if line.startswith("# starts as planned")]
+    assert planned.endswith(f"--nodes={nodes} --ntasks={8 * nodes} --ntasks-per-node=8 "
+                            "--cpus-per-task=8 --gpus-per-task=1")
 
 
 def test_the_readme_lists_every_job_file():

@@ -40,7 +40,7 @@ def test_ranks_here_meet_and_know_of_no_other_launcher(tmp_path, left, count):
 
 def test_the_doctor_asks_mpi_without_them(left):
     pytest.importorskip("torch", reason="the doctor's processes import it")
-    assert doctor._asked("mpi").startswith("mpi4py ")
+    assert doctor.asked("mpi").startswith("mpi4py ")
 
 
 def test_ranks_in_an_allocation_know_of_it(tmp_path, left, monkeypatch):

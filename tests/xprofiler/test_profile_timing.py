@@ -13,6 +13,7 @@ from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
 from xprofiler.profile import (
     ALL_REDUCE,
+    ENGINE_START,
     HANDOVER,
     HANDOVER_DIRECT,
     STEP_OVERHEAD,
@@ -91,6 +92,13 @@ def test_a_handover_takes_the_quicker_way_that_was_measured():
     ways = {k: v for k, v in MESSAGES.items() if k.name != HANDOVER_DIRECT}
     assert timing().message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 2.5, 3]
     assert timing(ways).message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 3, 5]
+
+
+def test_an_engines_start_is_known_by_degree_of_as_many_at_once_as_were_measured():
+    starts = {TableKey(ENGINE_START, 2): points((1, 0, 9.0)),
+              TableKey(ENGINE_START): points((1, 0, 5.0), (2, 0, 8.0))}
+    assert timing({**TABLES, **starts}).facts.start_s == {1: 8.0, 2: 9.0}
+    assert not timing().facts.start_s
 
 
 def test_the_hosts_share_is_the_overheads_median():

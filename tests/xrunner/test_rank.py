@@ -23,6 +23,7 @@ from xgpt.core.prefixes import Prefixes
 from xgpt.core.system import lifeline
 from xgpt.core.system.lifeline import DONE, READY
 from xrunner.engine.pipeline import RankReport
+from xrunner.files.heartbeat import HEARTBEATS, Heartbeat
 from xrunner.files.sink import SharingTally, Tally
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank import standby
@@ -104,6 +105,23 @@ def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(tm
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [(s["stage"], s["rank"], s["start_s"]) for s in steps] == [
         (0, 0, 0.0), (0, 0, 1.0), (1, 2, 0.0), (1, 2, 1.0)]
+
+
+def test_each_of_several_replicas_tells_its_requests_place_and_restarts(tmp_path):
+    reports = [replace(report(rank, rank), replica=rank // 2) for rank in range(4)]
+    for one in reports:
+        heartbeat = Heartbeat(tmp_path, rank=one.rank, stage=one.stage, pool="all",
+                              replica=one.replica, devices=f"GPU {one.rank}")
+        heartbeat.restarts = one.rank % 2
+        heartbeat(1.0, 1.0, 0)
+    first, second = write(tmp_path, reports)["replicas"]
+    assert (first["queries"], first["output_tokens"], first["wall_s"]) == (2, 7, 4.5)
+    assert first["output_tokens_per_s"] == pytest.approx(7 / 4.5)
+    assert (first["devices"], first["restarts"], first["load_s"]) == ("GPU 0, GPU 1", 1, 0.1)
+    assert (second["replica"], second["queries"], second["output_tokens_per_s"]) == (1, 0, None)
+    for rank in (2, 3):
+        (tmp_path / HEARTBEATS / f"{rank}.json").unlink()
+    assert "replicas" not in write(tmp_path, reports[:2]), "one has the run's figures"
 
 
 def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path):

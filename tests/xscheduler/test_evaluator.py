@@ -80,6 +80,23 @@ def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap():
     assert predicted.output_tokens_per_s * predicted.wall_s == pytest.approx(caps.sum())
 
 
+def test_replicas_are_predicted_one_by_one_and_together_do_the_job():
+    outputs = np.tile([20, 4, 12, 8], 25)
+    problem = toy_problem(nodes=4, per_node=2, num_queries=100)
+    problem = replace(problem, queries=QueryLengths(
+        inputs=np.full(100, 10), most_outputs=outputs, outputs=outputs))
+    timing, one = roofline_of(problem), estimate_of(
+        toy_problem(per_node=2), encode_batch=4, decode_iterations=4)
+    predicted = predict(problem, timing, one.in_copies(4))
+    assert len(predicted.replicas) == 4
+    assert sum(own["queries"] for own in predicted.replicas) == 100
+    assert sum(own["output_tokens"] for own in predicted.replicas) == outputs.sum()
+    assert max(own["wall_s"] for own in predicted.replicas) == pytest.approx(predicted.wall_s)
+    own = predicted.replicas[3]
+    assert own["output_tokens_per_s"] == pytest.approx(own["output_tokens"] / own["wall_s"])
+    assert predict(problem, timing, one).replicas == [], "one replica is the job"
+
+
 # --- short jobs -------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Checks this machine: its hardware and packages, the command that installs a missing part, and the
-CUDA kernels on its GPU. Parts that need torch or MPI are checked in processes of their own."""
+CUDA kernels on its GPU. Parts that need torch or MPI are checked in processes of their own. Nodes
+of Slurm are checked by tasks there, `python -m xgpt.app.doctor WANTED` (an object in JSON)."""
 
 import importlib.util
 import json
@@ -9,9 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from xgpt.core.errors import XgptError
 from xgpt.core.system.lifeline import without_other_launchers
@@ -22,10 +26,21 @@ from xgpt.core.system.machine import (
     usable_cores,
     why_no_torch,
 )
+from xgpt.core.system.whole_file import why_no_folder
 from xgpt.core.units import format_bytes
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
 from xgpt.launch.process import own_modules
+from xgpt.launch.slurm_jobs import ask_tasks
 from xgpt.report.words import counted
-from xrunner.checkpoint.source import cache_dir, hub_address, hub_error, is_offline
+from xrunner.backends.engine import engine_of
+from xrunner.checkpoint.source import (
+    cache_dir,
+    hub_address,
+    hub_error,
+    is_offline,
+    model_at_hand,
+)
 from xrunner.ops.build import BuildError, find_compiler
 
 INSTALL = 'pip install -c constraints.txt -e "{}"'
@@ -43,6 +58,8 @@ _LIMIT_S = 600.0  # the native operators may have to be compiled
 _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
                      ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
                      ("sve", "SVE"))
+_FOLDERS = {"/dev/shm": Path("/dev/shm"), "local disk": Path(tempfile.gettempdir())}
+_LEAST_SHM_BYTES = 256 * 2**20  # chosen: for messages between a node's processes
 _CHECKS = Path(__file__).resolve().parents[2] / "tests" / "kit"  # of a source tree
 
 
@@ -160,7 +177,7 @@ def examine() -> dict[str, str]:
     """Words for each part of this machine, by label, in the order to show: what is there, or why it
     is missing."""
     found = {"processor": _processor(), "memory": format_bytes(available_memory_bytes()) + " free"}
-    found |= {part: _asked(part) for part in ("torch", "native", "mpi")}
+    found |= {part: asked(part) for part in ("torch", "native", "mpi")}
     gpus = ", ".join(f"{gpu.name} ({format_bytes(gpu.memory_bytes or 0)})" for gpu in gpus_here())
     return found | {
         "compiler": _compiler(), "gpus": gpus or "none that nvidia-smi shows", "cupy": _cupy(),
@@ -194,7 +211,7 @@ def compare_on_gpu(folder: Path, checks: Path = _CHECKS) -> Path:
     return file
 
 
-def _asked(part: str) -> str:
+def asked(part: str) -> str:
     """The words of `python -m xrunner.rank.examine` for a part, or why it is missing."""
     for package in ("torch", "mpi4py") if part == "mpi" else ("torch",):
         if importlib.util.find_spec(package) is None:
@@ -238,3 +255,60 @@ def _slurm() -> str:
     except XgptError as why:
         return f"{path}, which {why}"
     return f"{path}, {version.group()}" if version else path
+
+
+def node_report(wanted: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Words for what this node has, by part, and for why the parts in "lacking" are missing.
+    `wanted`: a job file "job" with its "overrides", or None; "gpus": how many it asks for; "seen":
+    what lies at paths that are shared."""
+    free = {name: shutil.disk_usage(path).free if path.is_dir() else 0
+            for name, path in _FOLDERS.items()} | {"memory": available_memory_bytes()}
+    gpus = Counter(gpu.name for gpu in gpus_here())
+    facts = {"GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none",
+             **{name: f"{format_bytes(count)} free" for name, count in free.items()}}
+    lacking = {remedy.part: remedy.why for remedy in remedies(
+        {part: asked(part) for part in ("torch", "mpi")}) if remedy.is_needed}
+    if free["/dev/shm"] < _LEAST_SHM_BYTES:
+        lacking["/dev/shm"] = f"{facts['/dev/shm']}, needed: {format_bytes(_LEAST_SHM_BYTES)}"
+    for path, what in wanted["seen"].items():
+        if not os.access(path, os.R_OK):
+            lacking[what] = f"{path} is not seen there"
+        elif "folder" in what and (why := why_no_folder(Path(path).parent)) is not None:
+            lacking[what] = f"{Path(path).parent}: {why}"
+    if gpus.total() < wanted["gpus"]:
+        lacking["GPUs"] = f"{facts['GPUs']}, and the job asks for {wanted['gpus']}"
+    if wanted["job"] and "job file" not in lacking:
+        job = load_job(Path(wanted["job"]), wanted["overrides"])
+        engine = engine_of(job)
+        try:
+            engine.check_installed(job)
+            facts["engine"] = engine.identity(job) if engine.identity else engine.name
+        except XgptError as cause:
+            lacking["engine"] = str(cause)
+    return {"facts": facts, "lacking": lacking}
+
+
+def examine_nodes(job: Job | None, overrides: Sequence[str], nodes: int,
+                  gpus: str | None) -> dict[str, Any]:
+    """The reports of so many nodes, by name, each from a task that Slurm runs there. `overrides`:
+    the job's `--set`s; `gpus`: of a node, as sbatch takes them. Raises XgptError where Slurm does
+    not run the tasks."""
+    with ExitStack() as files:
+        seen, folders = dict[str, str](), {"cache folder": cache_dir()}
+        if job is not None:
+            folders["output folder"], seen[str(job.source)] = job.output, "job file"
+            if (found := model_at_hand(job.model)) is not None:
+                seen[str(found.directory)] = "model"
+        for what, folder in folders.items():
+            there = next(path for path in (folder, *folder.parents) if path.is_dir())
+            seen[files.enter_context(tempfile.NamedTemporaryFile(dir=there)).name] = what
+        wanted = {"job": job and str(job.source), "overrides": overrides, "seen": seen,
+                  "gpus": int(gpus.rpartition(":")[2]) if gpus else 0}
+        said = ask_tasks(None if job is None else job.slurm, nodes, gpus,
+                         ["-P", "-m", __name__, json.dumps(wanted)])
+    return {node: json.loads(words) if words.startswith("{") else {
+        "facts": {}, "lacking": {"xgpt": words}} for node, words in said.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(node_report(json.loads(sys.argv[1]))))

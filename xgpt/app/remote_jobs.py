@@ -18,6 +18,7 @@ from xgpt.app.running.finished import finished_result
 from xgpt.app.running.prepare import check_model, make_folder, refuse_what_no_machine_runs
 from xgpt.app.schedule import Plan, executable, plan_job
 from xgpt.app.teller import Teller
+from xgpt.core.engines import VLLM
 from xgpt.core.errors import InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.schedule_file import to_json
 from xgpt.core.system import machine as local
@@ -27,7 +28,7 @@ from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.resolve import resolve_cluster
 from xgpt.job.sections import SlurmSpec, time_of
 from xgpt.launch.exports import Exported, render_jobset, render_skypilot
-from xgpt.launch.launcher import Allocation, node_names
+from xgpt.launch.launcher import Allocation, node_names, planned_srun
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch, submit_script
 from xgpt.report.table import WIDTH, fact, shown
 from xgpt.report.words import controls_line, counted, placement
@@ -161,8 +162,7 @@ class BatchDraft:
     def to_dict(self) -> dict[str, Any]:
         return {"script": self.script, "nodes": self.batch.nodes,
                 "ranks": self.batch.nodes * self.batch.ranks_each, "time": self.batch.time,
-                "schedules": [None if plan is None else to_json(plan.schedule)
-                              for plan in self.plans]}
+                "schedules": [plan and to_json(plan.schedule) for plan in self.plans]}
 
 
 def submit_batch(wanted: Sequence[JobArguments], tell: Teller, *, is_dry: bool = False,
@@ -201,18 +201,20 @@ def draft_batch(wanted: Sequence[JobArguments], tell: Teller, *, fetches: bool) 
     jobs = [job for job, _ in wanted]
     refuse(mistake(job, "slurm", None, "a section, as the other job files have: together they are "
                    "one array") for job in jobs if job.slurm is None)
-    first, layout = jobs[0], _common_layout(jobs)
-    assert first.slurm is not None
+    spec, layout = jobs[0].slurm, _common_layout(jobs)
+    assert spec is not None
     plans = tuple(_plan(job, tell, fetches=fetches) for job in jobs)
     needed = tuple(map(_needed, plans))
-    time, limit = _time_limit(first, needed)
-    spec = first.slurm
+    time, limit = _time_limit(jobs[0], needed)
     batch = BatchJob(
-        name=first.name, spec=spec, nodes=layout.nodes, ranks_each=layout.ranks_each,
+        name=jobs[0].name, spec=spec, nodes=layout.nodes, ranks_each=layout.ranks_each,
         gpus_per_node=layout.gpus_per_node, time=time,
         python=sys.executable if spec.venv is None else f"{spec.venv}/bin/python",
-        tasks=tuple(Task(job_file=job.source, output=job.output, overrides=overrides)
-                    for job, overrides in wanted))
+        tasks=tuple(Task(job_file=job.source, output=job.output, overrides=overrides,
+                         planned="" if plan is None else planned_srun(
+                             job, plan.opened.problem, plan.schedule.estimate,
+                             job.run.engine == VLLM))
+                    for (job, overrides), plan in zip(wanted, plans, strict=True)))
     check_paths(batch)
     return BatchDraft(batch=batch, plans=plans, needed=needed, limit=limit)
 
@@ -241,8 +243,7 @@ def submit_to_slurm(wanted: Sequence[JobArguments], drafted: BatchDraft) -> tupl
         _refuse_twice(job.output)
         make_folder(job)
         begin_clock(job.output)
-    batch = drafted.batch
-    folder = batch.tasks[0].output
+    batch, folder = drafted.batch, drafted.batch.tasks[0].output
     script = folder / SCRIPT
     write_atomically(script, drafted.script)
     job_id, cluster = submit_script(script)
@@ -260,8 +261,8 @@ def submit_to_slurm(wanted: Sequence[JobArguments], drafted: BatchDraft) -> tupl
 def follow_words(records: Sequence[SlurmRecord], drafted: BatchDraft) -> str:
     """Lines that say how to follow and to end the submitted jobs."""
     batch = drafted.batch
-    lines = [f"submitted as Slurm job {records[0].job_id.partition('_')[0]}: {batch.nodes} "
-             f"{'node' if batch.nodes == 1 else 'nodes'}, {batch.nodes * batch.ranks_each} ranks"
+    lines = [f"submitted as Slurm job {records[0].job_id.partition('_')[0]}: "
+             f"{counted(batch.nodes, 'node')}, {batch.nodes * batch.ranks_each} ranks"
              + (f", {len(records)} tasks" if batch.is_array else "")]
     for task, record in zip(batch.tasks, records, strict=True):
         output = quoted(str(task.output))
@@ -338,7 +339,7 @@ def _needed(plan: Plan | None) -> Needed | None:
         return None
     slack = _COMPUTED_SLACK if isinstance(plan.timing, Roofline) else _SLACK
     weights = problem.model.num_params * DTYPE_BYTES[problem.dtype]
-    load_s = weights / (cluster.num_nodes * cluster.ssd_bytes_per_s)
+    load_s = predicted.load_s or weights / (cluster.num_nodes * cluster.ssd_bytes_per_s)
     return Needed(predicted.wall_s + load_s, _SETUP_S + slack * (
         predicted.wall_s * plan.schedule.margin.factor + load_s))
 
@@ -364,8 +365,7 @@ def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: 
     nodes = -(-num_devices // each)
     _check(job, to, nodes)
     gpu = cluster.device.name if cluster.device.kind == "gpu" else None
-    # where it runs, its machine is the local one
-    own = ["cluster=local", f"run.ranks={num_devices}", "slurm=null"]
+    own = ["cluster=local", f"run.ranks={num_devices}", "slurm=null"]  # as its machine is there
     said = f"chosen: {plan.schedule.estimate.policy}, " + (
         f"{plan.schedule.figures.throughput_qps:.3g} requests/s in steady state by the times of "
         f"{cluster.name}; planned again where it runs.")

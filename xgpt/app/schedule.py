@@ -143,7 +143,7 @@ class Plan(Printed):
         prediction, job, problem = self.prediction, self.opened.job, self.opened.problem
         return plan_screen(self.schedule, problem, PlanTimes(
             source=source_words(self.timing, problem.cluster, job.plan_engine),
-            seconds=None if prediction is None else prediction.wall_s, by_engine=self.by_engine,
+            expected=prediction, by_engine=self.by_engine,
             sharing=prefix_lines(problem, self.schedule, prediction, self.timing)),
             str(job.source), is_here=self.opened.is_local or job.slurm is not None)
 

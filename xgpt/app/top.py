@@ -216,12 +216,17 @@ def _measured(output: Path) -> Iterable[RankState]:
     try:
         measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
         wall_s = float(measured["wall_s"])
+        replicas = {row["replica"]: row for row in measured.get("replicas", ())}
         for rank in measured["ranks"]:
             busy_s = float(rank["busy_s"])
             yield RankState(
                 rank=rank["rank"], stage=rank["stage"], pool=rank["pool"], elapsed_s=wall_s,
                 busy_s=busy_s, recent_share=busy_s / wall_s if wall_s else 0.0, queries=0,
-                replica=rank.get("replica", 0))
+                replica=rank.get("replica", 0), **{
+                    name: of[key] for of in [replicas.pop(rank.get("replica", 0), {})] if of
+                    for name, key in (("node", "node"), ("devices", "devices"),
+                                      ("restarts", "restarts"),
+                                      ("tokens_per_s", "output_tokens_per_s"))})
     except (OSError, ValueError, KeyError, TypeError):
         return
 

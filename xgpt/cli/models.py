@@ -1,19 +1,24 @@
 """The commands `xgpt models` and `xgpt doctor`."""
 
+import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
-from xgpt.app.doctor import Remedy, compare_on_gpu, examine, remedies
+from xgpt.app.doctor import Remedy, compare_on_gpu, examine, examine_nodes, remedies
 from xgpt.app.models import UnsupportedModel, check_model_named, of_own_loops
-from xgpt.cli.options import json_option, print_json, verbose_option
+from xgpt.cli.options import JOB_FILE, job_options, json_option, print_json, verbose_option
 from xgpt.cli.terminal import show
 from xgpt.core import catalog
+from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
+from xgpt.job.job_file import load_job
 from xgpt.report.table import fact, paragraph, shown_width, table
 
 
@@ -148,9 +153,19 @@ def _task(name: str) -> tuple[str, ...]:
 @click.command()
 @click.option("--gpu", is_flag=True, help="Compare every CUDA kernel with torch on this machine's "
               "GPU, time it, and write xgpt-doctor-CARD.json.")
-@json_option
-def doctor(gpu: bool, as_json: bool) -> None:
-    """Check this machine: hardware, packages, and how to fix what is missing."""
+@click.option("--slurm", "through_slurm", is_flag=True, help="Run a small task on each node that "
+              "Slurm gives (of JOB.yaml: as many as it asks for), and show what is missing where.")
+@click.argument("job_file", type=JOB_FILE, required=False, metavar="[JOB.yaml]")
+@job_options
+def doctor(gpu: bool, through_slurm: bool, job_file: Path | None, overrides: tuple[str, ...],
+           as_json: bool) -> None:
+    """Check this machine, or the nodes of a job: hardware, packages, and how to fix what is
+    missing."""
+    if through_slurm:
+        _nodes(job_file, overrides, as_json)
+        return
+    if job_file is not None:
+        raise click.UsageError("a job file goes with --slurm")
     if not gpu:
         found = examine()
         missing = remedies(found)
@@ -166,6 +181,32 @@ def doctor(gpu: bool, as_json: bool) -> None:
     else:
         show(paragraph(f"all kernels agree with torch. Written: {file.name}. Please send it to the "
                        "project, which collects the cards that work."))
+
+
+def _nodes(path: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Shows what the nodes have in a table, and each part that some lack. Raises XgptError then."""
+    job = None if path is None else load_job(path, overrides)
+    nodes, gpus = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")), None
+    if job is not None and job.slurm is not None:
+        layout = import_module("xgpt.app.remote_jobs").layout_of(job)
+        nodes, gpus = layout.nodes, layout.gpus_per_node
+    reports = examine_nodes(job, overrides, nodes, gpus)
+    lacking = defaultdict[Any, list[str]](list)
+    for node, own in reports.items():
+        for missing in own["lacking"].items():
+            lacking[missing].append(node)
+    if not as_json:
+        parts = ("GPUs", "memory", "/dev/shm", "local disk", "engine")
+        show(table(("node", *parts), [(node, *(own["facts"].get(part, "") for part in parts))
+                                      for node, own in reports.items()], right=()))
+        show("\n".join(["", *(fact("missing", f"{part} on {', '.join(names)}: {why}")
+                              for (part, why), names in lacking.items())]))
+    if lacking:
+        error = XgptError(f"the nodes lack {', '.join(sorted({part for part, _ in lacking}))}")
+        error.details = {"nodes": reports}
+        raise error
+    if as_json:
+        print_json({"nodes": reports})
 
 
 def _verdict(missing: Sequence[Remedy]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from xgpt.core.errors import MissingExtraError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
@@ -85,6 +85,18 @@ def ranks_per_node(estimate: Estimate, devices_per_node: int) -> int | None:
     return max(devices_per_node // each * each, min(each, devices_per_node))
 
 
+def rank_layout(estimate: Estimate, devices_per_node: int, *, per_replica: bool,
+                ) -> dict[str, Any]:
+    """Fields of the RankProgram that runs a schedule: `count`, `per_node` and `devices_each`, with
+    a rank per device, or per replica (all of one shape)."""
+    per_node = ranks_per_node(estimate, devices_per_node)
+    if not per_replica:
+        return {"count": estimate.num_devices, "per_node": per_node}
+    each = estimate.deployment.devices_per_replica
+    return {"count": estimate.num_devices // each, "devices_each": each,
+            "per_node": per_node and per_node // each}
+
+
 def _is_placed(copies: Sequence[int], count: int, devices_per_node: int) -> bool:
     """Whether replicas on so many devices each, one after the other, lie within nodes or on whole
     ones with `count` ranks per node."""
@@ -114,7 +126,7 @@ class LocalLauncher:
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
-        if ranks.count > 1:
+        if ranks.count > 1 or ranks.devices_each > 1:
             remove_leftovers()
         started = None if ranks.standby is None else ranks.standby.serve(ranks)
         watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited,
@@ -302,9 +314,14 @@ class SlurmLauncher:
         refuse_long_name()
         program = [*self.spec.container, sys.executable, "-m", "mpi4py", "-m", ranks.module,
                    str(ranks.argument)]
-        each = ranks.per_node or self.ranks_each
         if self.spec.launch == "mpiexec":
+            each = ranks.per_node or self.ranks_each
             return [find_mpiexec(), "-n", str(ranks.count), "-ppn", str(each), *program]
+        return [*self.srun(ranks), *program]
+
+    def srun(self, ranks: RankProgram) -> list[str]:
+        """srun with its options for these ranks."""
+        each = ranks.per_node or self.ranks_each
         # NOTE: since 22.05 srun does not take cpus-per-task from the job, nor tasks that sbatch's
         # own `--export` left without an environment
         cpus = int(self.environ.get("SLURM_CPUS_PER_TASK") or 0) * (ranks.devices_each or 1)
@@ -314,12 +331,25 @@ class SlurmLauncher:
         return ["srun", "--overlap", "--kill-on-bad-exit=1", f"--mpi={self.spec.mpi}",
                 "--export=ALL", "--distribution=block",
                 f"--nodes={-(-ranks.count // each)}", f"--ntasks={ranks.count}",
-                f"--ntasks-per-node={each}", *own, *program]
+                f"--ntasks-per-node={each}", *own]
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
         run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
                     inherited=ranks.inherited, is_managed=True)
+
+
+def planned_srun(job: Job, problem: Problem, estimate: Estimate, per_replica: bool) -> str:
+    """srun's options for the ranks of a schedule that is planned outside of the allocation; "" if
+    srun does not start them."""
+    assert job.slurm is not None, "a job for Slurm"
+    cluster, cpus = problem.cluster, job.slurm.cpus_per_task
+    launcher = SlurmLauncher(spec=job.slurm, ranks_each=cluster.devices_per_node,
+                             environ={"SLURM_CPUS_PER_TASK": str(cpus or "")},
+                             has_gpus=cluster.device.kind == "gpu")
+    layout = rank_layout(estimate, cluster.devices_per_node, per_replica=per_replica)
+    return "" if job.slurm.launch == "mpiexec" else " ".join(launcher.srun(
+        RankProgram(module="", argument=job.output, **layout)))
 
 
 def launcher_of(job: Job, problem: Problem) -> Launcher:

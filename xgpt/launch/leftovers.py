@@ -1,5 +1,5 @@
 """Removes what killed processes leave: MPICH's files in shared memory and /tmp, which it removes
-only at an orderly end, and temporary folders of commands."""
+only at an orderly end, vLLM's, which it never removes, and temporary folders of commands."""
 
 import fcntl
 import os
@@ -11,15 +11,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LEAST_AGE_S = 60.0  # chosen: younger files may belong to ranks that are starting
-# MPICH's files: folder (whatever TMPDIR says), names, and the age before which they may be in use
+# Their files: folder (whatever TMPDIR says), names, and the age before which they may be in use
 # unnoticed. mpiexec's proxy keeps the file open in which it describes the machine to its ranks.
 _KINDS = ((Path("/dev/shm"), "mpich_shm_*", _LEAST_AGE_S),
+          (Path("/dev/shm"), "vllm_dist_*", _LEAST_AGE_S),
           (Path("/tmp"), "hydra_hwloc_xmlfile_*", 0.0))
 
 
 def remove_leftovers(folder: Path | None = None, processes: Path = Path("/proc")) -> list[Path]:
-    """Removes MPICH's files of this user that no living process has mapped or open; returns their
-    paths. `folder`: where to look (default: MPICH's own places)."""
+    """Removes such files of this user that no living process has mapped or open; returns their
+    paths. `folder`: where to look (default: their own places)."""
     files = {str(path): path for place, names, age_s in _KINDS
              for path in (folder or place).glob(names) if _is_old_and_own(path, age_s)}
     if not files:

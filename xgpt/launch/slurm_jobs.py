@@ -11,7 +11,9 @@ squeue knows jobs that wait or run. sacct knows jobs that have ended, if the clu
 
 import os
 import re
+import shlex
 import subprocess
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +30,13 @@ _KILLED_BY_WARNING = 128 + 10  # exit code: SIGUSR1 came before Python had a han
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One job file of a batch job, its output folder, and its `--set`s."""
+    """One job file of a batch job, its output folder, and its `--set`s. `planned`: what its ranks
+    would be started by, where that is known."""
 
     job_file: Path
     output: Path
     overrides: tuple[str, ...] = ()
+    planned: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +89,19 @@ def _options(job: BatchJob) -> list[str]:
         "job-name": job.name, "chdir": folder,
         "output": f"{folder.replace('%', '%%')}/{log_name}", "open-mode": "append",
         "array": f"0-{len(job.tasks) - 1}{at_once}" if job.is_array else None,
-        "signal": f"B:USR1@{spec.warning_s}", "partition": spec.partition,
-        "account": spec.account, "qos": spec.qos, "constraint": spec.constraint,
-        "reservation": spec.reservation, "dependency": spec.dependency, "nodes": job.nodes,
+        "signal": f"B:USR1@{spec.warning_s}", **_place(spec),
+        "dependency": spec.dependency, "nodes": job.nodes,
         "ntasks-per-node": job.ranks_each, "cpus-per-task": spec.cpus_per_task,
         "gpus-per-node": job.gpus_per_node, "mem": spec.mem, "time": job.time,
         "mail-type": ",".join(spec.mail_type) or None, "mail-user": spec.mail_user}
     flags = ["--requeue" if spec.requeue else "--no-requeue", *["--exclusive"] * spec.exclusive]
     lines = [f"--{name}={quoted(str(value))}" for name, value in own.items() if value is not None]
     return [f"#SBATCH {line}" for line in (*lines, *flags, *spec.extra)]
+
+
+def _place(spec: SlurmSpec) -> dict[str, str | None]:
+    return {name: getattr(spec, name)
+            for name in ("partition", "account", "qos", "constraint", "reservation")}
 
 
 def _tasks(job: BatchJob) -> list[str]:
@@ -108,7 +116,9 @@ def _tasks(job: BatchJob) -> list[str]:
 def _task(python: str, task: Task) -> list[str]:
     words = [python, "-P", "-m", "xgpt.cli.main", "submit", str(task.job_file)]
     words += [word for override in task.overrides for word in ("--set", override)]
-    return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})"]
+    planned = [f"# starts as planned now: {task.planned}"] if task.planned else []
+    return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})",
+            *planned]
 
 
 # The trap also fires inside sourced files, where only the end counts. Some versions of `module` end
@@ -187,6 +197,7 @@ exit "$code"
 
 
 _TIMEOUT_S = 60.0
+_TRIAL_S = 900.0  # chosen: of a task on each node, its wait in the queue included
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL",
           "DEADLINE", "PREEMPTED", "REVOKED")
@@ -254,6 +265,34 @@ def query_job(job_id: str, cluster: str | None = None) -> SlurmJob | None:
     return _job(lines[-1].split("|")) if lines else _from_memory(job_id, where)
 
 
+def ask_tasks(spec: SlurmSpec | None, nodes: int, gpus_per_node: str | None,
+              words: Sequence[str]) -> dict[str, str]:
+    """Runs this Python with `words` in a task on each of so many nodes, within this allocation or
+    in one of its own. Returns the last line of each by node, or of its errors. Raises XgptError
+    where Slurm does not run them all."""
+    spec = spec or SlurmSpec()
+    own = {**_place(spec), "gpus-per-node": gpus_per_node, "time": "10"}
+    options = ["--overlap"] if "SLURM_JOB_ID" in os.environ else [
+        *(f"--{name}={value}" for name, value in own.items() if value is not None),
+        *(word for option in spec.extra for word in shlex.split(option))]
+    python = sys.executable if spec.venv is None else f"{spec.venv}/bin/python"
+    program = " ".join(map(quoted, (*spec.container, python, *words)))
+    script = "\n".join(['echo "$SLURMD_NODENAME"', *_environment(spec), f"exec {program}"])
+    done = _call(["srun", "--label", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}",
+                  "--ntasks-per-node=1", *options, "bash", "-c", script], limit_s=_TRIAL_S)
+    if done is None:
+        raise XgptError("there is no srun on this machine: ask from a login node of the cluster")
+    lines, errors = (re.findall(r"^ *(\d+): (.*)$", text, re.M)
+                     for text in (done.stdout, done.stderr))
+    names, last, failed = dict[str, str](), dict(lines), dict(errors)
+    for task, line in sorted(lines, key=lambda own: int(own[0])):
+        names.setdefault(task, line)
+    if len(names) < nodes:
+        raise XgptError(f"Slurm ran {len(names)} of {nodes} tasks: {_said(done)}")
+    return {name: failed.get(task, "ended without a word") if last[task] == name else last[task]
+            for task, name in names.items()}
+
+
 def cancel_job(job_id: str, cluster: str | None = None) -> None:
     """Cancels the job. Raises XgptError with scancel's message."""
     done = _call(["scancel", *([] if cluster is None else [f"--clusters={cluster}"]), job_id])
@@ -278,17 +317,17 @@ def _job(values: Sequence[str]) -> SlurmJob:
 
 
 def _call(command: Sequence[str], environment: dict[str, str] | None = None,
-          ) -> subprocess.CompletedProcess[str] | None:
+          limit_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str] | None:
     """The finished call of a program; None if there is no such program. Raises XgptError if it does
     not answer."""
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace",
-                              stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S, check=False,
+                              stdin=subprocess.DEVNULL, timeout=limit_s, check=False,
                               env=environment)
     except FileNotFoundError:
         return None
     except subprocess.TimeoutExpired:
-        raise XgptError(f"{command[0]} gave no answer within {_TIMEOUT_S:.0f} s") from None
+        raise XgptError(f"{command[0]} gave no answer within {limit_s:.0f} s") from None
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

@@ -27,6 +27,7 @@ from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent,
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, number, read_output, recorded, text_at
 from xgpt.report.profile_table import profile_facts
+from xgpt.report.replicas import replica_rows
 from xgpt.report.table import alternative_cells, schedule_facts
 from xgpt.report.words import controls_cell, counted
 
@@ -87,6 +88,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
         "is_done": output.metrics is not None and text_at(output.metrics, "status") != "stopped",
         "tiles": _tiles(metrics, check) + _cost(output, metrics),
         "comparisons": figures.comparisons(metrics),
+        "replicas": replica_rows(metrics),
         "unpredicted": figures.why_not_predicted(metrics),
         "schedule": schedule,
         "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools

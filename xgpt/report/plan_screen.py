@@ -20,6 +20,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.admission_choice import room_words
 from xscheduler.layouts import LAYOUT_NOTE
 from xscheduler.replicas import replica_sizes
+from xsimulator.replay.prediction import JobPrediction
 
 ENGINE_WORDS = {VLLM: "vLLM", OWN_ENGINE: "xgpt's own runner"}
 MOST_ALTERNATIVES, MOST_SIZES = 4, 4  # chosen: rows of the tables, for a screen of 25 lines
@@ -27,12 +28,12 @@ MOST_ALTERNATIVES, MOST_SIZES = 4, 4  # chosen: rows of the tables, for a screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTimes:
-    """source: of the step times, in words. seconds: expected for the job's own requests, loading
-    left out; None for a plan of the steady state. by_engine: (engine in words, the same) by other
-    engines' times. sharing: sentences on shared prefixes."""
+    """source: of the step times, in words. expected: for the job's own requests; None for a plan of
+    the steady state. by_engine: (engine in words, seconds) by other engines' times. sharing:
+    sentences on shared prefixes."""
 
     source: str
-    seconds: float | None
+    expected: JobPrediction | None
     by_engine: Sequence[tuple[str, float]] = ()
     sharing: Sequence[str] = ()
 
@@ -74,8 +75,8 @@ def _head(problem: Problem) -> str:
 
 def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[tuple[str, str]]:
     figures, margin, cluster = schedule.figures, schedule.margin, problem.cluster
-    if times.seconds is not None:
-        yield "time", _time(schedule, problem, times.seconds)
+    if times.expected is not None:
+        yield "time", _time(schedule, problem, times.expected)
     if (own := _size_of(schedule)) is not None:
         yield "devices", _devices(schedule, problem) + (
             "; times and cost are of a million requests" * (problem.num_queries is None))
@@ -119,8 +120,9 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
             yield "note", note
 
 
-def _time(schedule: Schedule, problem: Problem, seconds: float) -> str:
+def _time(schedule: Schedule, problem: Problem, expected: JobPrediction) -> str:
     """`5 h 14 min expected, 7 h 35 min at 95 % (limit 8 h), without loading`."""
+    seconds, load_s = expected.wall_s, expected.load_s
     limit = next((one for one in schedule.prospects if one.metric == "makespan"), None)
     sure_s = None if limit is None else limit.with_margin_s
     if (own := _size_of(schedule)) is not None and own.expected_s is not None:
@@ -133,7 +135,8 @@ def _time(schedule: Schedule, problem: Problem, seconds: float) -> str:
     if problem.observes:
         text += (f", if every answer has {problem.default_max_tokens:,} tokens: how long they are "
                  "is not known")
-    return f"{text}, without loading"
+    return f"{text}, without loading" if load_s is None else (
+        f"{text}, after {format_seconds(load_s)} of loading")
 
 
 def _size_of(schedule: Schedule) -> SizeTried | None:

@@ -9,6 +9,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import BoundCheck, comparisons
 from xgpt.report.output import number, text_at
+from xgpt.report.replicas import replica_words
 from xgpt.report.table import fact
 from xgpt.report.words import controls_line, counted, placement, prospect_words
 from xscheduler.admission_choice import room_words
@@ -22,7 +23,8 @@ def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction
     """The lines before a run. prediction: why there is none, if it is a text. model: its name and
     source. machine, times: in words. sharing: sentences on shared prefixes."""
     duration = f"not predicted: {prediction}" if isinstance(prediction, str) else duration_words(
-        problem, prediction.wall_s, schedule.margin.factor)
+        problem, prediction.wall_s, schedule.margin.factor) + (
+            f", after {format_seconds(prediction.load_s)} of loading" if prediction.load_s else "")
     rows = (("time", duration), ("model", model), ("machine", machine),
             ("plan", f"{controls_line(schedule.estimate)}; {placement(schedule.estimate)}"),
             ("KV cache", room_words(schedule.estimate, problem)),
@@ -57,7 +59,9 @@ def end_screen(metrics: Mapping[str, Any], checks: Sequence[BoundCheck], notes: 
     what comes next, by label."""
     kept = "; ".join(check.sentence for check in checks if check.is_kept
                      and check.bound is not None and check.bound.metric != "latency")
-    before = ["", _done(metrics), *_measured(metrics, checks), *[fact("limits", kept)] * bool(kept)]
+    before = ["", _done(metrics), *_measured(metrics, checks), *(
+        fact(label, text) for label, text in (("replicas", replica_words(metrics)),
+                                              ("limits", kept)) if text)]
     after = ["", *(fact(label, text) for label, text in files.items())]
     shown = [fact("note", text) for text in notes]
     most = _MOST_LINES - 3 * ("prefixes" in metrics)  # which the lines before the run tell of

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -237,11 +237,16 @@ class Tally:
 
     def __init__(self) -> None:
         self._output_tokens = array("q")
+        # of each replica: requests, output tokens, and when its last one came
+        self.replicas = defaultdict[int, tuple[int, int, float]](lambda: (0, 0, 0.0))
         self.num_failed = 0  # with an error instead of an answer
         self._times = {name: array("d") for name in TIMES}
 
     def add(self, result: FinishedQuery) -> None:
         self._output_tokens.append(len(result.output_ids))
+        queries, tokens, last_s = self.replicas[result.replica or 0]
+        self.replicas[result.replica or 0] = (
+            queries + 1, tokens + len(result.output_ids), max(last_s, result.last_token_s))
         self.num_failed += result.error is not None
         if not result.output_ids:
             return  # refused or failed at once: its times are meaningless

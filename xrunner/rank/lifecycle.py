@@ -23,6 +23,7 @@ from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.checkpoint.staging import release
 from xrunner.engine.head import Head, run_to_end
 from xrunner.engine.pipeline import RankReport
+from xrunner.files.heartbeat import of_replicas, read_heartbeats
 from xrunner.files.order_file import saved_order
 from xrunner.files.results import Answered, answered, count_results
 from xrunner.files.sink import STARTING, RunSink, Tally, write_progress
@@ -187,12 +188,26 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         # share of the wall time that even the busiest stage waited (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),
+        **({"replicas": rows} if (rows := _of_replicas(output, tally, reports))[1:] else {}),
         "stages": [_of_stage(group) for group in stages],
         "ranks": [{"rank": r.rank, **_place(r), **_figures([r])} for r in reports]}
     write_atomically(output / "measured.json", json_text(figures, indent=1) + "\n")
     lines = [json_text({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
              for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
+
+
+def _of_replicas(output: Path, tally: Tally,
+                 reports: Sequence[RankReport]) -> list[dict[str, Any]]:
+    """The figures of each replica. `wall_s`: to its last token."""
+    return [{"replica": state.replica, "node": state.node, "devices": state.devices,
+             "restarts": state.restarts,
+             "load_s": max((one.load_s for one in reports if one.replica == state.replica),
+                           default=0.0),
+             "queries": queries, "output_tokens": tokens, "wall_s": last_s,
+             "output_tokens_per_s": tokens / last_s if last_s else None}
+            for state in of_replicas(read_heartbeats(output))
+            for queries, tokens, last_s in [tally.replicas[state.replica]]]
 
 
 def operators_of(reports: Sequence[RankReport]) -> str | None:

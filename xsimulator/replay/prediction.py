@@ -3,7 +3,7 @@
 A schedule's own figures are for steady state; a job of a few hundred requests is mostly ramp-up."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,9 @@ class JobPrediction:
     """Expected throughput, latencies and makespan (`wall_s`) of a job, as means over replays.
     Percentiles are over the requests of one job. TTFT counts from the arrival. TPOT is of requests
     with more than one output token, None without any. `encoded_tokens`: of inputs, without those
-    that requests share. `ends`: None without deadlines."""
+    that requests share. `ends`: None without deadlines. `load_s`: before them; None: unknown.
+    `replicas`: of each of several, in the last replay: queries, output_tokens, wall_s to its last
+    token, output_tokens_per_s."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -69,6 +71,8 @@ class JobPrediction:
     wall_s: float
     encoded_tokens: float = 0.0
     ends: EndTimes | None = field(default=None, compare=False, repr=False)
+    load_s: float | None = None
+    replicas: Sequence[Mapping[str, float]] = field(default=(), compare=False, repr=False)
 
 
 def num_checked_queries(problem: Problem, estimate: Estimate) -> int:
@@ -95,9 +99,10 @@ def with_limit_length(outputs: IntArray, length: int) -> IntArray:
 
 
 def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = None,
-                    deadlines_s: FloatArray | None = None) -> JobPrediction:
+                    deadlines_s: FloatArray | None = None,
+                    load_s: float | None = None) -> JobPrediction:
     """The mean prediction of replays of one job. num_queries: of the whole job, if the replays are
-    of only some of its requests. deadlines_s: of those replayed, [requests]."""
+    of only some of its requests. deadlines_s: of those replayed, [requests]. load_s: before it."""
     figures, ends_s = [], list[FloatArray]()
     for result in results:
         figures.append(_figures(result, num_queries))
@@ -109,8 +114,11 @@ def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = N
     for name in ("tpot_p50_s", "tpot_p99_s"):
         mean[name] = None if math.isnan(mean[name]) else mean[name]
     own_s = np.empty(0) if deadlines_s is None else deadlines_s[np.isfinite(deadlines_s)]
-    return JobPrediction(**mean, ends=None if not len(own_s) else EndTimes(
-        np.concatenate(ends_s), np.tile(own_s, len(ends_s))))
+    replayed = len(result.times.start_s)
+    return JobPrediction(**mean, load_s=load_s, replicas=_of_replicas(
+        result, mean["wall_s"] / result.makespan_s, (num_queries or replayed) / replayed),
+        ends=None if not len(own_s) else EndTimes(
+            np.concatenate(ends_s), np.tile(own_s, len(ends_s))))
 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
@@ -164,6 +172,15 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
             p50, p99 = np.quantile(values, [0.5, 0.99]) if len(values) else (np.nan, np.nan)
         figures |= {f"{name}_p50_s": p50, f"{name}_p99_s": p99}
     return figures
+
+
+def _of_replicas(result: ReplayResult, longer: float, more: float) -> list[dict[str, float]]:
+    """`longer`, `more`: factors on the seconds and requests of what was replayed."""
+    found = [(len(own) * more, float(result.output_tokens[own].sum()) * more,
+              float(result.times.last_token_s[own].max(initial=0.0)) * longer)
+             for own in result.replicas]
+    return [{"queries": count, "output_tokens": tokens, "wall_s": wall_s,
+             "output_tokens_per_s": tokens / max(wall_s, 1e-9)} for count, tokens, wall_s in found]
 
 
 def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,

@@ -47,13 +47,15 @@ class HandoverRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayResult:
-    """Result of the replay of a whole job, with ramp-up and drain."""
+    """Result of the replay of a whole job, with ramp-up and drain. `replicas`: requests of each,
+    where there are several."""
 
     pools: tuple[PoolRecords, ...]
     handovers: tuple[HandoverRecords, ...]
     times: QueryTimes
     output_tokens: IntArray  # [requests]
     preemptions: int
+    replicas: Sequence[IntArray] = ()
 
     @property
     def latency_s(self) -> FloatArray:

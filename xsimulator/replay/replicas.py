@@ -145,7 +145,8 @@ def merge_results(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]
         times=QueryTimes(**{name: column(name) for name in (
             "arrival_s", "start_s", "first_token_s", "last_token_s")}),
         output_tokens=np.concatenate([result.output_tokens for result in results])[order],
-        preemptions=sum(result.preemptions for result in results))
+        preemptions=sum(result.preemptions for result in results),
+        replicas=[np.asarray(own, np.int64) for own in rows])
 
 
 def _name(pool: str, copy: int) -> str:

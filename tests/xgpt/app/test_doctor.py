@@ -56,7 +56,29 @@ def test_a_bare_machine_is_told_what_it_lacks_in_80_columns(without):
 def test_a_package_that_crashes_when_imported_is_told_of(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise SystemExit('a torch that is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert doctor._asked("torch") == "fails: a torch that is broken"
+    assert doctor.asked("torch") == "fails: a torch that is broken"
+
+
+def test_a_node_says_which_shared_files_it_does_not_see_and_where_it_cannot_write(
+        tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "asked", lambda part: "fails: no libmpi" if part == "mpi" else "ok")
+    monkeypatch.setattr(doctor, "gpus_here", lambda: [GPU])
+    monkeypatch.setattr(doctor, "_LEAST_SHM_BYTES", 2**70)
+    (tmp_path / "there").touch()
+    monkeypatch.setattr(doctor, "why_no_folder", lambda folder: f"{folder.name} is full")
+    found = doctor.node_report({"job": None, "gpus": 2, "seen": {
+        str(tmp_path / "there"): "output folder", str(tmp_path / "absent"): "model"}})
+    assert found["facts"]["GPUs"] == f"1 x {GPU.name}" and "free" in found["facts"]["local disk"]
+    lacking = found["lacking"]
+    assert lacking["mpi"] == "no libmpi" and "needed" in lacking["/dev/shm"]
+    assert lacking["model"] == f"{tmp_path / 'absent'} is not seen there"
+    assert lacking["output folder"].endswith(f"{tmp_path.name} is full")
+    assert lacking["GPUs"].endswith("and the job asks for 2")
+
+
+def test_a_job_file_without_slurm_is_refused():
+    done = CliRunner().invoke(cli, ["doctor", "job.yaml"])
+    assert done.exit_code == 2 and "a job file goes with --slurm" in done.output
 
 
 def test_what_compares_kernels_writes_the_file_or_is_quoted(tmp_path, monkeypatch):

@@ -154,16 +154,17 @@ def test_what_is_neither_idle_nor_ours_is_others(tmp_path, monkeypatch):
     assert meter.others_share() == 0, "never less than nothing"
 
 
-def test_only_what_nobody_has_is_removed(tmp_path):
-    files = {name: tmp_path / f"mpich_shm_{name}_0" for name in ("left", "mapped", "young")}
+@pytest.mark.parametrize("kind", ["mpich_shm", "vllm_dist"])
+def test_only_what_nobody_has_is_removed(tmp_path, kind):
+    files = {name: tmp_path / f"{kind}_{name}_0" for name in ("left", "mapped", "young")}
     for path in (*files.values(), tmp_path / "of_another_program"):
         path.write_bytes(bytes(4096))
         if path != files["young"]:
             os.utime(path, (1e9, 1e9))
     with files["mapped"].open("r+b") as file, mmap.mmap(file.fileno(), 4096):
         assert remove_leftovers(tmp_path) == [files["left"]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "mpich_shm_mapped_0", "mpich_shm_young_0", "of_another_program"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{kind}_mapped_0", f"{kind}_young_0", "of_another_program"}
 
 
 def test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead(tmp_path):

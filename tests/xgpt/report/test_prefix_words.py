@@ -61,7 +61,7 @@ def test_documents_that_the_cache_cannot_keep_are_encoded_again():
                      "order, which would save 45 %)")
     assert lines_of(turns, order="blend")[1] == "order blend, window job"
     plan = replace(schedule_of(turns), order="prefix")
-    shown = plan_screen(plan, turns, PlanTimes(source="", seconds=None, sharing=(sharing, order)),
+    shown = plan_screen(plan, turns, PlanTimes(source="", expected=None, sharing=(sharing, order)),
                         "job.yaml", is_here=True)
     assert "\nprefixes     93 % of" in shown and "order prefix, window job: first" in shown
     assert "\norder" not in shown, "it is said once"

@@ -24,9 +24,9 @@ SHARED = ("94 % of 3.0 M input tokens are shared: 50 prefixes of 3,000 tokens, e
           "would save 45 %)")
 
 
-def begun(sharing=(), **changes):
+def begun(sharing=(), expected=EXPECTED, **changes):
     of = replace(problem_of("opt-1.3b", "a40-4"), num_queries=72, **changes)
-    return begin_screen(of, fake_schedule(), EXPECTED, model="opt-1.3b, bfloat16 (a folder)",
+    return begin_screen(of, fake_schedule(), expected, model="opt-1.3b, bfloat16 (a folder)",
                         machine=machine_words(of, 2), times="measured here, 2026-11-29",
                         sharing=sharing)
 
@@ -47,6 +47,8 @@ def lines_of(*parts):
 
 def test_the_first_line_is_the_duration_and_says_what_is_assumed_of_lengths():
     assert " ".join(lines_of(begun())[0].split()).startswith("time 8.00 s for 72 requests, ")
+    loaded = " ".join(begun(expected=replace(EXPECTED, load_s=14.0)).split())
+    assert "for 72 requests, " in loaded and ", after 14.0 s of loading model" in loaded
     unknown = " ".join(begun(observes=True, default_max_tokens=200).split())
     assert unknown.startswith("time at most 8.00 s for 72 requests") and (
         "if every answer has 200 tokens (how long answers are is not known)" in unknown)

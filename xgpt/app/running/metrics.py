@@ -31,6 +31,7 @@ from xgpt.launch.launcher import RankProgram, launcher_of, threads_per_rank
 from xgpt.report.figures import check_bounds, kept_facts, was_changed
 from xgpt.report.output import Output, read_output, text_at
 from xgpt.report.page import MAX_ANSWERS, write_page
+from xgpt.report.replicas import replica_facts
 from xgpt.report.results_file import write_results
 from xgpt.report.run_screen import end_screen
 from xgpt.report.table import shown, summary_table
@@ -70,9 +71,10 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     read, after = read_output(output, MAX_ANSWERS), None
     if prediction is not None and timing and schedule:
         after = _for_lengths(opened.problem, timing, schedule, read)
-    metrics = {**_measured_beside_predicted(opened, schedule, measured, after or prediction),
-               **deadline_facts(measured, after or prediction), **own}
-    metrics["is_predicted_for_lengths"] = after is not None
+    expected = after or prediction
+    metrics = {**_measured_beside_predicted(opened, schedule, measured, expected),
+               **deadline_facts(measured, expected), **replica_facts(measured, expected),
+               "is_predicted_for_lengths": after is not None, **own}
     # a replay of the first schedule says nothing about a run that changed it
     why = attribute(opened.problem, timing, schedule, output, prediction.wall_s) if (
         prediction is not None and not measured["changes"] and timing and schedule) else None
@@ -131,8 +133,7 @@ def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
     """Yields sentences that a user needs beside the run's figures, the worst first."""
     metrics = output.metrics or {}
     yield from (check.sentence for check in check_bounds(output) if check.is_kept is False)
-    if output.errors:
-        first = output.errors[0]
+    for first in output.errors[:1]:
         yield clean(f"the first error, in line {first.get('line')} of the requests: "
                     f"{first.get('error')}")
     if output.remarks:
@@ -320,10 +321,9 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
     if schedule.estimate.others:
         return ()
     own = ProfileTiming(replace(profile, learned=()))
-    known = opened.problem.queries
-    longest = opened.problem.lengths.inputs.max + opened.problem.lengths.outputs.max
-    if known is not None:
-        longest = max(longest, int(known.reserves.max(initial=1)))
+    lengths, known = opened.problem.lengths, opened.problem.queries
+    longest = max(lengths.inputs.max + lengths.outputs.max,
+                  0 if known is None else int(known.reserves.max(initial=1)))
     ratios = Ratios(opened.problem, own, schedule.estimate, longest=longest)
     by_place: dict[tuple[int, str], list[Ratio]] = {}
     for line in steps.read_text(encoding="utf-8").splitlines():
