@@ -44,9 +44,8 @@ _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
-    """The state of a job at one moment. `tokens_per_s`: since the last glance, or of the whole run
-    for the first; None before the first token. `queries`: being prefilled or decoded; None where
-    ranks write no heartbeats. `activity`: words for the work before the ranks start."""
+    """The state of a job at one moment. `ranks`: none where they write no heartbeats. `activity`:
+    words for the work before the ranks start."""
 
     name: str
     output: Path
@@ -54,8 +53,6 @@ class Glance:
     is_active: bool
     progress: Progress | None
     bound_s: float
-    tokens_per_s: float | None
-    queries: int | None
     ranks: tuple[RankState, ...]
     activity: str
     slurm: str
@@ -85,13 +82,14 @@ class Glance:
             "" if left is None else f", about {format_seconds(left)} left")))
         if self.is_active and are_silent(self.ranks) and (said := signs_of_life(self.ranks)):
             facts.append(("silent", said))
-        if self.queries is not None and self.is_active:
-            facts.append(("at work", f"{self.queries:,} requests in the system"))
-        if self.tokens_per_s is not None:
-            mean = p.output_tokens / p.elapsed_s if p.elapsed_s > 0 else 0.0
-            now = f"{self.tokens_per_s:,.0f} output tokens/s now, " if self.is_active else ""
-            facts.append(("speed", f"{now}{mean:,.0f} output tokens/s on average over "
-                          f"{format_seconds(p.elapsed_s)}"))
+        pace, replicas = "", of_replicas(self.ranks) if self.is_active else []
+        if replicas:
+            pace = f"{sum(one.tokens_per_s for one in replicas):,.0f} output tokens/s now, "
+            at_work = sum(one.queries for one in replicas)
+            facts.append(("at work", f"{at_work:,} requests in the system"))
+        if p.output_tokens and p.elapsed_s > 0:
+            facts.append(("speed", f"{pace}{p.output_tokens / p.elapsed_s:,.0f} output tokens/s on "
+                          f"average over {format_seconds(p.elapsed_s)}"))
         if p.latency_p99_s is not None and p.latency_p50_s is not None:
             verb = "OVER" if p.latency_p99_s > self.bound_s else "within"
             bound = "no limit" if math.isinf(self.bound_s) else (
@@ -180,10 +178,10 @@ class CachedSlurmState:
         return self._said
 
 
-def glance(place: RunFolder, before: Glance | None = None,
-           ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask) -> Glance | None:
-    """Reads the state of a run from its folder; None where there has been no job. `before`: the
-    last glance, to compute the pace since. `ask`: queries Slurm."""
+def glance(place: RunFolder, ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask,
+           ) -> Glance | None:
+    """Reads the state of a run from its folder; None where there has been no job. `ask`: queries
+    Slurm."""
     output = place.output
     status = job_status(output, ask)
     if status is None:
@@ -192,23 +190,10 @@ def glance(place: RunFolder, before: Glance | None = None,
     ranks = tuple(read_heartbeats(output)) or tuple(_measured(output))
     return Glance(
         name=place.name, output=output, state=status.state, is_active=status.is_active,
-        progress=progress, bound_s=place.bound_s,
-        tokens_per_s=_pace(progress, None if before is None else before.progress),
-        queries=sum(one.queries for one in of_replicas(ranks)) if ranks else None, ranks=ranks,
-        activity=current_activity(output),
+        progress=progress, bound_s=place.bound_s, ranks=ranks, activity=current_activity(output),
         slurm=(status.in_words or "").removeprefix("Slurm: "),
         remark=(None if status.is_active else status.run.next_step) or status.cause or "",
         messages=tuple(last_messages(output, _MESSAGES)))
-
-
-def _pace(now: Progress | None, before: Progress | None) -> float | None:
-    if now is None or now.elapsed_s <= 0 or not now.output_tokens:
-        return None
-    if now.state == "running" and before is not None and before.state == "running":
-        passed_s = now.elapsed_s - before.elapsed_s
-        if passed_s > 0:
-            return (now.output_tokens - before.output_tokens) / passed_s
-    return now.output_tokens / now.elapsed_s
 
 
 def _measured(output: Path) -> Iterable[RankState]:
@@ -216,29 +201,24 @@ def _measured(output: Path) -> Iterable[RankState]:
     try:
         measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
         wall_s = float(measured["wall_s"])
-        replicas = {row["replica"]: row for row in measured.get("replicas", ())}
         for rank in measured["ranks"]:
             busy_s = float(rank["busy_s"])
             yield RankState(
                 rank=rank["rank"], stage=rank["stage"], pool=rank["pool"], elapsed_s=wall_s,
                 busy_s=busy_s, recent_share=busy_s / wall_s if wall_s else 0.0, queries=0,
-                replica=rank.get("replica", 0), **{
-                    name: of[key] for of in [replicas.pop(rank.get("replica", 0), {})] if of
-                    for name, key in (("node", "node"), ("devices", "devices"),
-                                      ("restarts", "restarts"),
-                                      ("tokens_per_s", "output_tokens_per_s"))})
+                replica=rank.get("replica", 0))
     except (OSError, ValueError, KeyError, TypeError):
         return
 
 
-def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
+def follow(look: Callable[[], Glance | None]) -> Glance | None:
     """Shows the job once a second until it ends, or Ctrl-C is pressed; returns the last glance.
     Raises MissingExtraError without rich."""
     if importlib.util.find_spec("rich") is None:
         raise MissingExtraError("rich", "top", "the live view (`xgpt status` needs nothing)")
     from rich.live import Live
 
-    now = look(None)
+    now = look()
     if now is None or not now.is_active:
         return now
     with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
@@ -247,7 +227,7 @@ def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
             if not now.is_active:
                 break
             time.sleep(_LOOK_S)
-            now = look(now)
+            now = look()
     return now
 
 

@@ -132,7 +132,7 @@ def top(where: Path | None) -> None:
     place = find_run(where)
     is_live = sys.stdout.isatty() and sys.stdin.isatty()
     ask = CachedSlurmState()
-    last = follow(lambda before: glance(place, before, ask)) if is_live else glance(place)
+    last = follow(lambda: glance(place, ask)) if is_live else glance(place)
     if last is None:
         raise no_run_error(place.output)
     show(str(last))
