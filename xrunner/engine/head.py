@@ -17,6 +17,7 @@ from xrunner.engine.pipeline import Executor, ExecutorDied, Neighbours
 from xrunner.engine.pool_requests import ActiveQuery, PoolRequests, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import EXPIRED, FinishedQuery, PreparedQuery
+from xrunner.rules.changes import Changeable, Changes
 from xrunner.rules.routing import LEAST_WAITING
 from xrunner.rules.steps import BatchingRule, Step, may_evict, withdraw_waiting
 
@@ -159,6 +160,7 @@ class Head:
         self.executor, self._vocabulary = executor, vocabulary
         self.link = link or PoolLink()
         self.make_rule: Callable[[], BatchingRule] | None = None  # set if the executor may die
+        self.changes: Changes | None = None  # the latest, of the rule's settings
         executor.attach(self.requests)
 
     def submit(self, query: PreparedQuery) -> bool:
@@ -238,6 +240,8 @@ class Head:
         self._due.clear()
         self.pending = PendingSteps(self.neighbours, self.executor)
         self.rule = self.make_rule()
+        if self.changes is not None and isinstance(self.rule, Changeable):
+            self.rule.change(self.changes, phase=self.rule.next_phase)
         return begun, new
 
     def report(self) -> None:

@@ -300,6 +300,7 @@ class FromRankZero(Supply):
         if message.change is not None:
             assert isinstance(head.rule, Changeable), f"{head.rule = }"
             phase = head.rule.next_phase
+            head.changes = message.change
             head.rule.change(message.change, phase=phase)
             self._changed = message.revision, phase
         if message.wanted:

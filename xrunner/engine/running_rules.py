@@ -40,6 +40,8 @@ class RunningRules:
                 before = router.windows[number]
                 router.windows[number] = replace(window, at_work=before.at_work)
             if own is not None and number == 0:
+                assert supply.own is not None, "the first replica has not started"
+                supply.own.changes = own
                 self._own_rule.change(own, phase=phase)
             elif own is not None and replica.head in sources:
                 supply.changes[number, launcher.revision] = own

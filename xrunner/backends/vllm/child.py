@@ -127,7 +127,7 @@ class EngineChild:
         self._longest_s = max(self._longest_s, time.monotonic() - since)
         self._num_steps += 1
         assert isinstance(tokens, Tokens), f"{tokens = }"
-        return tokens.of
+        return tokens.by_name
 
     def peak_memory_bytes(self) -> int:
         """Peak memory of the engine's processes, in bytes; 0 where it does not run."""

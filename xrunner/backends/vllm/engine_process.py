@@ -38,7 +38,7 @@ class Served:
     def answer(self, asked: protocol.Request) -> Any:
         """The answer to a request. Raises XgptError where it would fail again."""
         if isinstance(asked, Step):
-            return Tokens(self.core.step(asked))
+            return Tokens.of(self.core.step(asked))
         if isinstance(asked, Load):
             self._core = EngineCore(asked)
             return Loaded(self._core.max_pass, self._core.max_tokens)

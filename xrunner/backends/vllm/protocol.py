@@ -79,9 +79,21 @@ class Token(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The next token of each request whose input a step ended."""
+    """The next token of each request whose input a step ended; `special`: of these, with more than
+    a value (a message of plain numbers is quicker)."""
 
-    of: Mapping[str, Token]
+    values: Mapping[str, int]
+    special: Mapping[str, Token]
+
+    @classmethod
+    def of(cls, tokens: Mapping[str, Token]) -> "Tokens":
+        return cls({name: token.value for name, token in tokens.items()},
+                   {name: token for name, token in tokens.items() if token != (
+                       token.value, True, False, None)})
+
+    @property
+    def by_name(self) -> dict[str, Token]:
+        return {name: Token(value) for name, value in self.values.items()} | dict(self.special)
 
 
 class FindCalls(NamedTuple):
