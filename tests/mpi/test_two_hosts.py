@@ -1,6 +1,7 @@
 """A job over two hosts (network namespaces with their own addresses) gives the tokens of one on a
 single host, and its messages go over the cable between them."""
 
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import toys
 from job_folder import XGPT, as_requests
 from mpi_runs import answered, sets
+from vllm_jobs import vllm_job
 
 pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1, replicas: 1",
@@ -35,7 +37,7 @@ def on_first_host(hosts: namespaces.TwoHosts, job: Path, *command: str, env: dic
     return subprocess.run([str(hosts.launcher), namespaces.HOSTS[0], "exec",
                            *(f"'{word}'" for word in words)],
                           env={**env, **namespaces.ENVIRONMENT}, capture_output=True, text=True,
-                          timeout=240, check=False)
+                          timeout=600, check=False)
 
 
 @pytest.mark.parametrize(("policy", "is_measured"), [
@@ -71,3 +73,24 @@ def test_a_host_that_cannot_serve_is_named_before_anything_starts(llama, hosts, 
         done.stderr.split())
     assert namespaces.HOSTS[0] not in done.stderr.splitlines()[-1]
     assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_replica_of_vllm_on_each_host_gives_the_tokens_of_one_instance(hosts, tmp_path, cache):
+    if (python := os.environ.get("XGPT_VLLM_PYTHON")) is None:
+        pytest.skip("XGPT_VLLM_PYTHON names the Python of an environment that has vLLM")
+    model = toys.make_modern("llama", tmp_path, hidden_size=128, intermediate_size=192,
+                             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    queries = toys.random_queries(40, seed=8)
+    job = vllm_job(tmp_path, tmp_path, python, as_requests(queries), "policy: rra, encode_batch: 3,"
+                   " decode_iterations: 4, tp_degree: 1, replicas: 2", ranks=2)
+    refused = on_first_host(hosts, job, *by_data_sheets.COMMAND, "submit", *sets(
+        f"run.engine_python={tmp_path / 'absent'}"), env=cache)
+    assert refused.returncode != 0 and "absent" in refused.stderr
+    done = on_first_host(hosts, job, *by_data_sheets.COMMAND, "submit", env=cache)
+    assert done.returncode == 0, done.stderr
+    answered(tmp_path / "out", queries, model)
+    assert all((tmp_path / "out" / f"replica-{number}.log").is_file() for number in (0, 1))
+    assert min(hosts.sent_bytes()) > 0

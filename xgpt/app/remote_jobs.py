@@ -18,7 +18,6 @@ from xgpt.app.running.finished import finished_result
 from xgpt.app.running.prepare import check_model, make_folder, refuse_what_no_machine_runs
 from xgpt.app.schedule import Plan, executable, plan_job
 from xgpt.app.teller import Teller
-from xgpt.core.engines import VLLM
 from xgpt.core.errors import InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.schedule_file import to_json
 from xgpt.core.system import machine as local
@@ -34,7 +33,7 @@ from xgpt.report.table import WIDTH, fact, shown
 from xgpt.report.words import controls_line, counted, placement
 from xgpt.run_folder.files import SlurmRecord, begin_clock, load_record, standard_input
 from xprofiler.roofline import Roofline
-from xrunner.backends.engine import mistake
+from xrunner.backends.engine import engine_of, mistake
 from xscheduler.evaluator import predict
 from xscheduler.fallback import initial_reason
 
@@ -213,7 +212,7 @@ def draft_batch(wanted: Sequence[JobArguments], tell: Teller, *, fetches: bool) 
         tasks=tuple(Task(job_file=job.source, output=job.output, overrides=overrides,
                          planned="" if plan is None else planned_srun(
                              job, plan.opened.problem, plan.schedule.estimate,
-                             job.run.engine == VLLM))
+                             engine_of(job).rank_per_replica))
                     for (job, overrides), plan in zip(wanted, plans, strict=True)))
     check_paths(batch)
     return BatchDraft(batch=batch, plans=plans, needed=needed, limit=limit)
@@ -250,11 +249,10 @@ def submit_to_slurm(wanted: Sequence[JobArguments], drafted: BatchDraft) -> tupl
     records = []
     for index, task in enumerate(batch.tasks):
         own = f"{job_id}_{index}" if batch.is_array else job_id
-        record = SlurmRecord(job_id=own, cluster=cluster, script=script,
-                             log=folder / f"slurm-{own}.log",
-                             submitted=datetime.now().astimezone().isoformat("T", "seconds"))
-        record.save(task.output)
-        records.append(record)
+        records.append(SlurmRecord(
+            job_id=own, cluster=cluster, script=script, log=folder / f"slurm-{own}.log",
+            submitted=datetime.now().astimezone().isoformat("T", "seconds")))
+        records[-1].save(task.output)
     return tuple(records)
 
 
@@ -295,11 +293,13 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
     """The job's plan; None where it runs on `cluster: local`, whose times this machine does not
     know. Checks its model and its requests in both cases."""
     refuse_what_no_machine_runs(job)
-    has_packages = all(importlib.util.find_spec(name) is not None
-                       for name in ("tokenizers", "transformers", "huggingface_hub"))
+    has_all = all(map(importlib.util.find_spec, ("tokenizers", "transformers", "huggingface_hub")))
     if fetches and (files := job.workload.requests) is not None and files.is_stdin:
         standard_input(job, tell.say, is_kept=True)  # it is not piped into the allocation
-    opened = open_job(job, tell, "run" if fetches and has_packages else "lengths")
+    if job.cluster == LOCAL_CLUSTER:  # as many devices as its nodes have
+        layout = layout_of(job)
+        job = replace(job, run=replace(job.run, ranks=layout.nodes * layout.ranks_each))
+    opened = open_job(job, tell, "run" if fetches and has_all else "lengths")
     if fetches and opened.files is not None:
         check_model(opened)
     if job.cluster == LOCAL_CLUSTER:

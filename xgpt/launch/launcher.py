@@ -94,7 +94,7 @@ def rank_layout(estimate: Estimate, devices_per_node: int, *, per_replica: bool,
         return {"count": estimate.num_devices, "per_node": per_node}
     each = estimate.deployment.devices_per_replica
     return {"count": estimate.num_devices // each, "devices_each": each,
-            "per_node": per_node and per_node // each}
+            "per_node": per_node and max(per_node // each, 1)}
 
 
 def _is_placed(copies: Sequence[int], count: int, devices_per_node: int) -> bool:

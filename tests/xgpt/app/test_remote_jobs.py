@@ -141,6 +141,14 @@ def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(slurm, folder)
     assert "time" not in given and "gpus-per-node" not in given
 
 
+def test_a_job_may_want_more_replicas_than_this_machine_has_devices(slurm, folder):
+    done = submit(write(folder, cluster="local", slurm="nodes: 50, ntasks_per_node: 20"),
+                  "--dry-run", "--set", "schedule.replicas=1000")
+    assert done.exit_code == 0 and "known in the allocation" in done.stderr
+    assert refusal(write(folder, cluster="local", slurm="nodes: 50, ntasks_per_node: 20"),
+                   "--set", "schedule.replicas=1001").keys() == {"schedule.replicas"}
+
+
 @pytest.mark.parametrize(("changes", "layout"), [
     ({"cluster": "local", "slurm": "gpus_per_node: 'a40:2', nodes: 2"}, ("2", "2", "a40:2")),
     ({"cluster": "local", "run": "weights: random, ranks: 6", "slurm": "nodes: 2"},

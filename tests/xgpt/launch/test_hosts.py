@@ -32,6 +32,7 @@ from xgpt.launch.launcher import (
     SlurmLauncher,
     check_hosts,
     launcher_of,
+    rank_layout,
     ranks_per_node,
 )
 from xgpt.launch.standby import MEASURES, RUNS, Standby, standby_for
@@ -98,8 +99,8 @@ def test_mpiexec_is_told_of_the_hosts_and_of_no_more_ranks_than_whole_replicas(
     (True, ["--cpus-per-task=8", "--gpus-per-task=2"]), (False, ["--cpus-per-task=8"])])
 def test_a_task_of_slurm_is_a_replica_with_its_devices(tmp_path, has_gpus, own):
     """Six replicas of two devices each, three on a node."""
-    ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3,
-                        devices_each=2)
+    ranks = RankProgram(module="worker", argument=tmp_path / "run.json",
+                        **rank_layout(copies(6, 2), 6, per_replica=True))
     launcher = SlurmLauncher(spec=SlurmSpec(), ranks_each=6, has_gpus=has_gpus,
                              environ={"SLURM_CPUS_PER_TASK": "4"})
     command = launcher.command(ranks)

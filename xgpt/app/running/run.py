@@ -49,7 +49,7 @@ from xgpt.launch.launcher import (
     RankProgram,
     allocation_here,
     launcher_of,
-    ranks_per_node,
+    rank_layout,
     threads_per_rank,
 )
 from xgpt.launch.standby import Standby
@@ -191,18 +191,14 @@ class Run:
         run_file, job, problem = plan.save(), self.opened.job, self.opened.problem
         (self.output / "measured.json").unlink(missing_ok=True)
         estimate, engine = self.schedule.estimate, engine_of(job)
-        count, per_node = estimate.num_devices, ranks_per_node(
-            estimate, problem.cluster.devices_per_node)
-        each = estimate.deployment.devices_per_replica if engine.rank_per_replica else 0
-        if each:  # ranks_per_node gives whole replicas
-            count, per_node = count // each, max((per_node or count) // each, 1)
+        layout = rank_layout(estimate, problem.cluster.devices_per_node,
+                             per_replica=engine.rank_per_replica)
         guard = Guard(self.output, None if not engine.tells_steps else StallWatch(
-            self.output, ranks=count, limit_s=job.run.stall_timeout_s,
+            self.output, ranks=layout["count"], limit_s=job.run.stall_timeout_s,
             step_s=estimate.figures.encode_s, leaves_engines=engine.rank_per_replica))
         program = RankProgram(
             module=engine.worker, argument=run_file, inherited=(self._lock,),
-            standby=self.opened.standby, holds=weights_key(plan, self.schedule), count=count,
-            per_node=per_node, devices_each=each)
+            standby=self.opened.standby, holds=weights_key(plan, self.schedule), **layout)
         begin_s = time.monotonic()
         try:
             launcher_of(job, problem).run(program, watch=partial(self.follow, guard, own),
