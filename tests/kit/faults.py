@@ -99,19 +99,19 @@ output: out
         return [(row["id"], tuple(row["output_ids"])) for row in rows]
 
 
-def _tree(pid: int) -> list[int]:
+def tree(pid: int) -> list[int]:
     """The process and all that it started."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return [pid]
-    return [pid, *(one for child in children for one in _tree(int(child)))]
+    return [pid, *(one for child in children for one in tree(int(child)))]
 
 
 def below(pid: int) -> dict[str, list[int]]:
     """The processes that the command started: mpiexec, its proxies, ranks."""
     found: dict[str, list[int]] = {"mpiexec": [], "proxy": [], "rank": []}
-    for one in _tree(pid)[1:]:
+    for one in tree(pid)[1:]:
         try:
             words = Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0")
         except OSError:

@@ -1,95 +1,98 @@
-"""vLLM at work for tests, in the interpreter that has it: `VLLM_PYTHON vllm_answers.py`. It is
-imported once for all that is asked, each a line of JSON on its input:
+# owner tb
+"""One process with vLLM that answers all that tests ask, as a rank's would: vLLM takes longer to
+import than toys take to run."""
 
-    {model, dtype, inputs, count}   one engine core of ours answers `inputs` (lists of tokens)
-                                    greedily, `count` tokens each, all at once
-    {model, passes}                 one engine core shares prefixes over these passes, each with
-                                    requests to `add` ([name, tokens, start]) and to `end`,
-                                    prefixes to `release`, and tokens that each request is to `want`
-    {run}                           a run of our worker: the path of its run.json
+from __future__ import annotations
 
-Each is answered by a line that begins with ANSWER: `tokens` and `logprobs` of each input, `tokens`
-by request of each pass, {} of a run, or `error` in words."""
-
-import gc
-import json
-import sys
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ANSWER = "answer: "
-_ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+from xrunner.backends.vllm import vllm_worker
+from xrunner.backends.vllm.child import LOAD_LIMIT_S, EngineChild
+from xrunner.backends.vllm.protocol import Added, SharedStart, Step
+from xrunner.backends.vllm.settings import EngineSettings
+from xrunner.checkpoint.source import read_spec
+from xrunner.query import Sampling
 
 
-def main() -> None:
-    sys.path.insert(0, str(_ROOT / "xrunner" / "backends"))
-    import other_python
+class KeptChild(EngineChild):
+    """A child that executors have one after the other."""
 
-    del sys.path[0]
-    sys.meta_path.insert(0, other_python._Ours())
-    from xgpt.core.errors import XgptError
+    def close(self) -> None:
+        """Leaves it to the next."""
 
-    for line in sys.stdin:
-        asked = json.loads(line)
+
+class Asked:
+    """Answers by the process; after one that failed by another."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self.python, self._log = python, folder / "engine.log"
+        self._child: KeptChild | None = None
+        self._born_s = 0.0
+
+    def run(self, plan: Path) -> int:
+        """Runs our worker on this plan, in this process; returns its exit code."""
+        with self._kept() as child, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(vllm_worker, "EngineChild", lambda *_, **__: child)
+            return vllm_worker.main([str(plan)])
+
+    def tokens(self, model: Path, dtype: str, inputs: Sequence[Sequence[int]],
+               count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """`count` tokens that each of the inputs is answered with greedily, all at once, and their
+        log-likelihoods."""
+        longest, sampling = max(map(len, inputs)) + count + 1, Sampling(top_logprobs=0)
+        names, given = [str(place) for place in range(len(inputs))], []
+        step = Step([(name, len(inputs[int(name)])) for name in names],
+                    [Added(name, list(inputs[int(name)]), sampling) for name in names])
+        with self._kept() as child:
+            load(child, model, dtype, max_queries=len(inputs), max_tokens=longest,
+                 kv_tokens=len(inputs) * longest)
+            for _ in range(count):
+                given.append(child.step(step))
+                step = Step([(name, 1) for name in names])
+        return ([[step[name].value for step in given] for name in names],
+                [[step[name].likelihood.logprob for step in given] for name in names])
+
+    def shared(self, model: Path, steps: Sequence[Step]) -> list[dict[str, int]]:
+        """The tokens of these steps, whose requests share prefixes."""
+        with self._kept() as child:
+            load(child, model, "float32", max_queries=2, max_tokens=128, kv_tokens=256,
+                 has_prefixes=True, arguments={"block_size": 32})
+            return [{name: token.value for name, token in child.step(step).items()}
+                    for step in steps]
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    @contextmanager
+    def _kept(self) -> Iterator[KeptChild]:
+        """The child, for the next to go on with unless it fails."""
+        if self._child is None or time.monotonic() - self._born_s > LOAD_LIMIT_S / 2:
+            self.close()
+            self._child, self._born_s = KeptChild(self.python, self._log), time.monotonic()
+            self._child.start()
         try:
-            answer = (_run(Path(asked["run"])) if "run" in asked else
-                      _passes(asked) if "passes" in asked else _answers(asked))
-        except XgptError as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        gc.collect()  # the engine core, with its model and its cache
-        print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+            yield self._child
+        except BaseException:
+            self.close()
+            self._child = None
+            raise
 
 
-def _run(plan: Path) -> dict[str, Any]:
-    from xrunner.backends.vllm import vllm_worker as worker
-
-    code = worker.main([str(plan)])
-    return {"error": f"exit code {code}"} if code else {}
-
-
-def _passes(asked: dict[str, Any]) -> dict[str, Any]:
-    from xrunner.backends.vllm.core import CoreSettings, EngineCore
-    from xrunner.checkpoint.source import read_spec
-    from xrunner.query import Sampling
-    from xrunner.rules.steps import Start
-
-    model = Path(asked["model"])
+def load(child: EngineChild, model: Path, dtype: str, **sizes: Any) -> None:
     spec = read_spec(model, str(model))
-    core = EngineCore(CoreSettings(
-        model_dir=model, dtype="float32", threads=1, max_queries=2, max_tokens=128, kv_tokens=256,
-        kv_token_bytes=4 * spec.kv_elements_per_token_layer * spec.num_layers, has_prefixes=True,
-        arguments={"block_size": 32}))
-    given = []
-    for one in asked["passes"]:
-        core.end(one.get("end", []))
-        core.release(one.get("release", []))
-        for name, tokens, start in one.get("add", []):
-            core.add(name, tokens, Sampling(), start=Start(*start))
-        given.append({name: token.value for name, token in core.step(one["want"]).items()})
-    return {"tokens": given}
+    child.load(EngineSettings(
+        model_dir=model, dtype=dtype, cores=[sorted(os.sched_getaffinity(0))[:1]],
+        kv_token_bytes=4 * spec.kv_elements_per_token_layer * spec.num_layers, **sizes).load)
+    child.await_ready()
 
 
-def _answers(asked: dict[str, Any]) -> dict[str, Any]:
-    from xrunner.backends.vllm.core import CoreSettings, EngineCore
-    from xrunner.checkpoint.source import read_spec
-    from xrunner.query import Sampling
-
-    model, inputs, count = Path(asked["model"]), asked["inputs"], asked["count"]
-    spec, longest = read_spec(model, str(model)), max(map(len, inputs)) + count + 1
-    core = EngineCore(CoreSettings(
-        model_dir=model, dtype=asked["dtype"], threads=1, max_queries=len(inputs),
-        max_tokens=longest, kv_tokens=len(inputs) * longest,
-        kv_token_bytes=4 * spec.kv_elements_per_token_layer * spec.num_layers))
-    names = [str(place) for place in range(len(inputs))]
-    for name, tokens in zip(names, inputs, strict=True):
-        core.add(name, tokens, Sampling(top_logprobs=0))
-    wanted, given = {name: len(inputs[int(name)]) for name in names}, []
-    for _ in range(count):
-        given.append(core.step(wanted))
-        wanted = dict.fromkeys(names, 1)
-    return {"tokens": [[step[name].value for step in given] for name in names],
-            "logprobs": [[step[name].likelihood.logprob for step in given] for name in names]}
-
-
-if __name__ == "__main__":
-    main()
+def added(name: str, tokens: Sequence[int], start: SharedStart | None = None) -> Added:
+    return Added(name, list(tokens), Sampling(), start=start)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from faults import tree
 from job_folder import write_job
 
 
@@ -19,13 +20,14 @@ def vllm_job(folder: Path, model: Path, python: str, requests: list[dict[str, An
 
 
 def engine_of(launcher: int) -> int | None:
-    """The engine's process, once there is one."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().split(b"\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if b"xrunner.backends.vllm.vllm_worker" in command and parent == launcher:
-            return int(folder.name)
-    return None
+    """A process with an engine, once there is one."""
+    return next((pid for pid in tree(launcher)
+                 if b"xrunner.backends.vllm.engine_process" in words_of(pid)), None)
+
+
+def words_of(pid: int) -> list[bytes]:
+    """The command of a process; none if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []

@@ -2,20 +2,15 @@
 vLLM. Without either they are skipped."""
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
-import tempfile
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="the reference needs the extra `run`")
 
 import toys
-from job_folder import SUPPORT
-from vllm_answers import ANSWER
+from vllm_answers import Asked
 
 
 @pytest.fixture(scope="session")
@@ -36,28 +31,8 @@ def toy(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def asked(vllm_python):
-    """What one process answers (kit/vllm_answers.py): vLLM takes longer to import than toys
-    take to run. One that ended is followed by another."""
-    with tempfile.TemporaryFile("w+") as said:
-        processes: list[subprocess.Popen[str]] = []
-
-        def ask(**question: Any) -> dict[str, Any]:
-            if not processes or processes[-1].poll() is not None:
-                processes.append(subprocess.Popen(
-                    [vllm_python, str(SUPPORT / "vllm_answers.py")], text=True, stderr=said,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-            process = processes[-1]
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                if line.startswith(ANSWER):
-                    return json.loads(line.removeprefix(ANSWER))
-            said.seek(0)
-            raise AssertionError(said.read()[-3000:])
-
-        yield ask
-        for process in processes:
-            process.kill()
-            process.communicate()
+def asked(vllm_python, tmp_path_factory):
+    """One process that answers, in turn, what has no command around it."""
+    engine = Asked(vllm_python, tmp_path_factory.mktemp("asked"))
+    yield engine
+    engine.close()

@@ -2,8 +2,6 @@
 of config in float32 against transformers, and weights of fewer bits against the same, widened."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +9,10 @@ import quantised_toys
 import torch
 import toys
 
+from xgpt.core.errors import XgptError
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-Asked = Callable[..., dict[str, Any]]  # conftest.py
+Answers = tuple[list[list[int]], list[list[float]]]  # tokens, and their log-likelihoods
 INPUTS = [[(7 * i) % 90 + 6 for i in range(20)], [11, 12, 13, 14], [60] * 9]
 COUNT, NEAR_TIE = 24, 1e-3
 # of heads and columns that vLLM's CPU kernels take
@@ -34,17 +34,10 @@ class Compared(NamedTuple):
     wrong: int
 
 
-def answers_of(asked: Asked, model: Path, dtype: str) -> dict[str, Any]:
-    answers = asked(model=str(model), dtype=dtype, inputs=INPUTS, count=COUNT)
-    assert "error" not in answers, answers["error"]
-    return answers
-
-
-def compared(reference: Any, answers: dict[str, Any]) -> Compared:
+def compared(reference: Any, answers: Answers) -> Compared:
     """transformers is shown each answer, and says what it finds likeliest at each position."""
     apart, wrong = 0.0, 0
-    for inputs, tokens, logprobs in zip(INPUTS, answers["tokens"], answers["logprobs"],
-                                        strict=True):
+    for inputs, tokens, logprobs in zip(INPUTS, *answers, strict=True):
         assert len(tokens) == COUNT
         with torch.no_grad():
             logits = reference(torch.tensor([inputs + tokens])).logits[0, len(inputs) - 1:-1]
@@ -56,11 +49,11 @@ def compared(reference: Any, answers: dict[str, Any]) -> Compared:
     return Compared(apart, wrong)
 
 
-def off_by_rounding(reference: Any, answers: dict[str, Any]) -> float:
+def off_by_rounding(reference: Any, answers: Answers) -> float:
     """How far apart the log-likelihoods of these tokens are in bfloat16 and in float32, by
     transformers alone."""
     rounded, apart = copy.deepcopy(reference).to(torch.bfloat16), 0.0
-    for inputs, tokens in zip(INPUTS, answers["tokens"], strict=True):
+    for inputs, tokens in zip(INPUTS, answers[0], strict=True):
         ids = torch.tensor([inputs + tokens])
         with torch.no_grad():
             own = [model(ids).logits[0, len(inputs) - 1:-1].float().log_softmax(-1).gather(
@@ -80,7 +73,7 @@ def test_weights_of_four_bits_are_executed_as_stored(tmp_path, asked, variant, m
         {**quantised_toys.GPTQ, "bits": 4, "group_size": 32, "sym": True},
         quantised_toys.gptq(4, 32, is_symmetric=True)))
     model = quantised_toys.make_quantised(variant, tmp_path)
-    answers = answers_of(asked, tmp_path, "bfloat16")
+    answers = asked.tokens(tmp_path, "bfloat16", INPUTS, COUNT)
     apart = compared(model, answers).apart
     assert apart <= 2.5 * off_by_rounding(model, answers)
 
@@ -91,12 +84,12 @@ def test_weights_of_four_bits_are_executed_as_stored(tmp_path, asked, variant, m
 def test_a_family_is_executed_exactly(tmp_path, asked, family):
     model = (toys.make_model(family, tmp_path, heads=4, head_dim=32) if family in ("opt", "gpt2")
              else toys.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {})))
-    found = compared(model, answers_of(asked, tmp_path, "float32"))
+    found = compared(model, asked.tokens(tmp_path, "float32", INPUTS, COUNT))
     assert found.wrong == 0 and found.apart < 1e-3
 
 
 @pytest.mark.slow
 def test_what_vllm_refuses_is_passed_on(tmp_path, asked):
     toys.make_modern(REFUSED, tmp_path, **SHAPE)
-    with pytest.raises(AssertionError, match="XgptError: vLLM does not start: Sliding window"):
-        answers_of(asked, tmp_path, "float32")
+    with pytest.raises(XgptError, match="vLLM does not start: Sliding window"):
+        asked.tokens(tmp_path, "float32", INPUTS, COUNT)

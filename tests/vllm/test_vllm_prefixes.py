@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import toys
+from vllm_answers import added
+
+from xgpt.core.errors import XgptError
+from xrunner.backends.vllm.protocol import SharedStart, Step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 SHARED = [(5 * i) % 90 + 6 for i in range(64)]
-WRITES = (-1, 0, -1, ((0, 64),))  # of a request's Start: index, shared, prefix, what it writes
-READS = (-1, 64, 0, ())
+WRITES, READS, NEITHER = SharedStart(0, -1, ((0, 64),)), SharedStart(64, 0), SharedStart(0, -1)
 
 
 def next_token(model: Any, tokens: list[int]) -> int:
@@ -25,18 +28,20 @@ def test_a_prefix_stays_until_it_is_released(asked, toy):
                                                      ("e", [10]))}
     inputs |= {name: [(step * i) % 90 + 6 for i in range(110)]
                for name, step in (("c", 3), ("f", 7), ("g", 11), ("h", 13))}
-    answers = asked(model=str(folder), passes=[
-        {"add": [["a", inputs["a"], WRITES], ["b", inputs["b"], READS]], "want": {"a": 70, "b": 7}},
-        *({"end": [*gone], "add": [[name, inputs[name], (-1, 0, -1, ())] for name in names],
-           "want": dict.fromkeys(names, 110)} for gone, names in (("ab", "cf"), ("cf", "gh"))),
-        {"end": ["g", "h"], "add": [["d", inputs["d"], READS]], "want": {"d": 5}},
-        {"end": ["d"], "release": [0], "add": [["e", inputs["e"], WRITES]], "want": {"e": 65}}])
-    assert answers["tokens"] == [
+    answers = asked.shared(folder, [
+        Step([("a", 70), ("b", 7)], [added("a", inputs["a"], WRITES),
+                                     added("b", inputs["b"], READS)]),
+        *(Step([(name, 110) for name in names], [added(name, inputs[name], NEITHER)
+                                                 for name in names], ended=[*gone])
+          for gone, names in (("ab", "cf"), ("cf", "gh"))),
+        Step([("d", 5)], [added("d", inputs["d"], READS)], ended=["g", "h"]),
+        Step([("e", 65)], [added("e", inputs["e"], WRITES)], ended=["d"], released=[0])])
+    assert answers == [
         {name: next_token(model, inputs[name]) for name in names}
         for names in ("ab", "cf", "gh", "d", "e")]
 
 
 def test_blocks_of_other_tokens_are_refused(asked, toy):
-    answers = asked(model=str(toy[0]), passes=[
-        {"add": [["a", SHARED + [7], WRITES], ["b", [5] * 70, READS]], "want": {"a": 65, "b": 6}}])
-    assert "do not have the 64 tokens" in answers["error"]
+    with pytest.raises(XgptError, match="do not have the 64 tokens"):
+        asked.shared(toy[0], [Step([("a", 65), ("b", 6)], [
+            added("a", SHARED + [7], WRITES), added("b", [5] * 70, READS)])])

@@ -23,6 +23,7 @@ from job_folder import XGPT, as_requests, read_lines
 from mpi_runs import call, sets, stopped_under_way
 from replays import estimated, problem_for, replayed, whole_steps
 from safetensors.torch import save_file
+from vllm_answers import Asked
 from vllm_jobs import engine_of, vllm_job
 
 from xgpt.app.opened_job import open_file
@@ -32,6 +33,7 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
 from xprofiler.profile import TableKey
 from xprofiler.profile_file import load_profile
+from xrunner.backends.vllm.row import version_in
 from xrunner.files.launcher_link import load_change_order, read_observed
 from xrunner.files.sink import read_progress
 
@@ -69,18 +71,19 @@ def test_a_job_is_executed_exactly(tmp_path, toy, vllm_python, cache):
     assert logged(out) == steps_of_replay(open_file(job).problem, out)
 
 
-def ranks_alone(asked: Any, folder: Path, out: Path, policy: str, variables: dict[str, int],
+def ranks_alone(asked: Asked, folder: Path, out: Path, policy: str, variables: dict[str, int],
                 outputs: Sequence[int], **request: Any) -> Problem:
-    """Runs the queries without the command around the engine's process."""
+    """Runs the queries by one rank, without the command around it."""
     out.mkdir()
     problem = problem_for(folder, QUERIES, outputs)
     given(estimated(policy, problem, **variables), problem, out / "schedule.json")
     requests = out.with_suffix(".jsonl")
     requests.write_text("".join(json.dumps(line | request) + "\n"
                                 for line in as_requests(QUERIES)))
-    plan = replace(toy_plan(folder, out, query_kv_tokens=100), engine="vllm")
+    plan = replace(toy_plan(folder, out, query_kv_tokens=100), engine="vllm",
+                   engine_python=asked.python, engine_version=" ".join(version_in(asked.python)))
     toys.write_spool(plan, requests)
-    assert asked(run=str(plan.save())) == {}
+    assert asked.run(plan.save()) == 0
     return problem
 
 
