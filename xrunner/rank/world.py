@@ -75,10 +75,11 @@ class World(NamedTuple):
     abort: Callable[[int], None]
     split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
     duplicate: Callable[[], Comm]  # the same ranks with messages of their own; collective
-    share: Callable[[str], list[str]]  # words of every rank, on every rank; collective
     device: torch.device = CPU  # this rank's
     has_own_gpus: bool = True  # no two ranks share one
     close: Callable[[], None] = lambda: None  # at an orderly end; collective
+    # words of every rank, on every rank; collective
+    share: Callable[[str], list[str]] = lambda words: [words]
 
 
 def connect(kind: Kind = "cpu") -> World:
@@ -87,7 +88,6 @@ def connect(kind: Kind = "cpu") -> World:
     if "mpi4py" not in sys.modules:
         return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                      abort=lambda code: None, split=_alone, duplicate=_alone,
-                     share=lambda words: [words],
                      device=select_device(kind, 0))
     from mpi4py import MPI
 

@@ -136,8 +136,7 @@ def never(*_: object) -> Any:
     raise AssertionError("one rank alone")
 
 
-WORLD = World(local_comms(1)[0], share=lambda words: [words], barrier=lambda: None,
-              gather=lambda report: [report],
+WORLD = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
               abort=never, split=never, duplicate=never)
 
 
