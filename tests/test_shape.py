@@ -15,7 +15,8 @@ MAX_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 15, 7
 # Imports of our own packages anywhere but at the top: (file, module imported) -> why.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     (name, "xgpt.core.system.lifeline"): "a rank ends with its launcher while it imports torch, too"
-    for name in ("xprofiler/measure/worker.py", "xrunner/backends/deepspeed_worker.py",
+    for name in ("xprofiler/measure/vllm_worker.py", "xprofiler/measure/worker.py",
+                 "xrunner/backends/deepspeed_worker.py",
                  "xrunner/backends/vllm/vllm_worker.py", "xrunner/rank/standby.py",
                  "xrunner/rank/worker.py")}
 

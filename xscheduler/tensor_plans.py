@@ -18,7 +18,7 @@ from xsimulator.allocation import refuse_plan
 from xsimulator.memory import capacity_bytes
 
 MANY_NODES = 4  # chosen: clusters of more nodes are not divided in every way
-_DEGREES = (1, 2, 4, 8, 16)
+DEGREES = (1, 2, 4, 8, 16)
 
 
 class TensorPlan(NamedTuple):
@@ -79,14 +79,14 @@ def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPla
 def _degrees(problem: Problem) -> tuple[int, ...]:
     """Degrees within a node; also larger ones if no group within a node can hold its layers."""
     model, cluster = problem.model, problem.cluster
-    near = tuple(degree for degree in _DEGREES if degree <= cluster.devices_per_node)
+    near = tuple(degree for degree in DEGREES if degree <= cluster.devices_per_node)
     layer_bytes = model.decoder_layer_params * WEIGHT_BYTES[problem.weight_dtype]
     for degree in near:
         stages = cluster.num_devices // degree
         fullest = -(-model.num_layers // stages) * layer_bytes / degree
         if stages <= model.num_layers and fullest <= capacity_bytes(cluster.device):
             return near
-    return _DEGREES
+    return DEGREES
 
 
 def _timed(plans: Sequence[TensorPlan], cluster: Cluster, timing: TimingSource) -> list[TensorPlan]:

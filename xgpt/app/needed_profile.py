@@ -23,6 +23,8 @@ from xprofiler.profile import Profile, ProfileMetadata, kernels_fingerprint, mod
 from xrunner.backends.engine import Engine, engine_of
 from xrunner.checkpoint.source import cache_dir
 from xrunner.ops.build import why_no_kernels, why_not_native
+from xscheduler.replicas import equal_parts, num_replicas, weights_fit
+from xscheduler.tensor_plans import DEGREES
 
 # no more queries than decode steps are captured for (xrunner.rules.batch_sizer)
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
@@ -57,6 +59,17 @@ class NeededProfile:
                    for degree in self.degrees)
 
     @property
+    def starts(self) -> list[tuple[tuple[int, ...], int, int | None]]:
+        """(degrees, ranks that measure them at once, ranks on a node) of each start of ranks.
+        Another engine's replicas share the memory's bandwidth of a CPU; on GPUs one is enough."""
+        cluster = self.problem.cluster
+        if not self.engine.rank_per_replica:
+            return [(self.degrees, self.metadata.ranks, None)]
+        is_cpu = cluster.device.kind == "cpu"
+        return [((degree,), num_replicas(self.problem, degree) if is_cpu else 1,
+                 cluster.devices_per_node // degree if is_cpu else 1) for degree in self.degrees]
+
+    @property
     def points(self) -> list[Point]:
         """The points that a quick profile measures."""
         return quick_points(self.problem.model, self.needs, self.own)
@@ -69,6 +82,9 @@ def needed_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     that the job can use. `folder`: the model's, for other engines than xgpt's own. `standby`: a
     process that can measure."""
     cluster, fixed = problem.cluster, problem.fixed.tp_degree
+    if degrees is None and problem.most_stages is not None:
+        parts = [part.cluster.num_devices for part in equal_parts(problem) if weights_fit(part)]
+        degrees = [d for d in parts if d in DEGREES or d == fixed] or [fixed or 1]
     if degrees is None:
         # ranks outside the groups are stages of degree 1
         has_single = problem.fixed.tp_gpus != cluster.num_devices

@@ -81,7 +81,8 @@ def timing_of(opened: OpenedJob) -> TimingSource:
         return _given_timing(opened, job.profile, roofline)
     if opened.is_local:
         kind = problem.cluster.device.kind
-        why = why_no_torch(kind)
+        # another engine brings its own
+        why = why_no_torch("cpu" if engine_of(job).rank_per_replica else kind)
         folder = _folder_of(opened)
         if folder is None and engine_of(job).identity is not None:
             why = f"the files of {job.model}, which {job.run.engine} is timed with, are not here"
@@ -188,7 +189,8 @@ class _Measurement(NamedTuple):
     def adds_to(self, profile: Profile, needed: NeededProfile) -> bool:
         """Whether points are missing in the profile."""
         # messages between nodes may be missing in an otherwise complete profile
-        has_messages = needed.metadata.nodes == 1 or bool(
+        is_others = needed.engine.identity is not None  # whose messages are part of its steps
+        has_messages = is_others or needed.metadata.nodes == 1 or bool(
             profile.table(TRANSFER, link=needed.problem.cluster.inter_link.name))
         if not has_messages or profile.model is None or self.again:
             return True
@@ -320,34 +322,37 @@ def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: T
         f"{degrees}), {session.words}")
     for reason in needed.refused.values():
         tell.say(f"profile: left out, {reason}")
+    captures = job.run.cuda_graphs and needed.engine.identity is None
     # every rank reads the request: hosts share the cache, but not /tmp
     shared = None if needed.launcher.is_here else target.parent
     with scratch_folder("xgpt-profile-", shared) as scratch:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
-        request.write_text(json.dumps({
-            "metadata": asdict(of), "model": asdict(needed.problem.model),
-            "degrees": needed.degrees, "refused": needed.refused, "needs": asdict(needed.needs),
-            "own": asdict(needed.own), "is_quick": session.is_quick,
-            "patience_s": session.patience_s, "captures": job.run.cuda_graphs,
-            "near": cluster.intra_link.name, "far": cluster.inter_link.name,
-            "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
-                "python": job.run.engine_python or sys.executable, "log": str(
-                    target.with_suffix(".log")),
-                "model_dir": str(needed.folder), "arguments": dict(job.run.engine_args),
-                "device_kind": cluster.device.kind}}), encoding="utf-8")
 
         def watch() -> None:
             tell_share(tell, f"profiling {of.model}", progress)
             if is_asked_to_stop(job.output):
                 stop.touch()
 
-        try:
-            is_ours = not needed.engine.rank_per_replica
-            ranks = RankProgram(module=needed.engine.profiler, argument=request,
-                                count=of.ranks if is_ours else 1,
-                                standby=needed.standby if is_ours else None)
-            needed.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
-        finally:
-            tell.end_progress()
+        for measured, count, per_node in needed.starts:
+            request.write_text(json.dumps({
+                "metadata": asdict(of), "model": asdict(needed.problem.model), "ranks": count,
+                "degrees": measured, "refused": needed.refused, "needs": asdict(needed.needs),
+                "own": asdict(needed.own), "is_quick": session.is_quick,
+                "patience_s": session.patience_s, "captures": captures,
+                "near": cluster.intra_link.name, "far": cluster.inter_link.name,
+                "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
+                    "python": job.run.engine_python or sys.executable,
+                    "model_dir": str(needed.folder), "arguments": dict(job.run.engine_args),
+                    "device_kind": cluster.device.kind}}), encoding="utf-8")
+            try:
+                needed.launcher.run(RankProgram(
+                    module=needed.engine.profiler, argument=request, count=count,
+                    per_node=per_node, standby=needed.standby,
+                    devices_each=measured[0] if needed.engine.rank_per_replica else 0),
+                    watch=watch, ask_to_stop=stop.touch)
+            finally:
+                tell.end_progress()
+            if stop.exists():
+                break
         if stop.exists():
             raise StoppedEarly("stopped; measured points are kept, and the same command goes on")

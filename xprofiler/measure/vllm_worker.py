@@ -15,8 +15,12 @@ timed in turns. The median of their differences counts: else a machine that slow
 later would be taken for a head. A part that is lost in the noise counts as a hundredth of its
 step: of nothing, any noise would be a large share."""
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.system.lifeline import begin_rank
+
+    begin_rank()
+
 import json
-import os
 import statistics
 import sys
 import time
@@ -25,15 +29,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from xgpt.core.errors import XgptError
 from xgpt.core.model import model_from_dict
+from xgpt.core.system.lifeline import finish_imports
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.measure.probe import StepParts
 from xprofiler.measure.ranks import connect
 from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
 from xprofiler.points import Needs, Point
-from xprofiler.profile import ALL_REDUCE, Sample
+from xprofiler.profile import ALL_REDUCE, ENGINE_START, Sample, TableKey
 from xrunner.backends.vllm.child import EngineChild
+from xrunner.backends.vllm.devices import own_devices
 from xrunner.backends.vllm.protocol import PREFIX, Added, Step
 from xrunner.backends.vllm.settings import EngineSettings, cores_of_each
 from xrunner.engine.pipeline import ExecutorDied
@@ -179,13 +187,20 @@ class _OfVllm(Measuring):
     def bench_of(self, degree: int) -> Any:
         """A VllmBench of this tensor-parallel degree; closes the core of the degree before."""
         request = self.request
-        settings = settings_of(request, Needs(**request.needs), degree)
+        engine, ranks, threads = request.engine, self._ranks, request.metadata["threads_per_rank"]
+        is_cpu = engine["device_kind"] == "cpu"
         started_s = time.monotonic()
         self.close()
-        engine = request.engine
-        self._core = core = EngineChild(engine["python"], Path(engine["log"]))
-        core.load(settings.load)
+        devices = own_devices(lambda words: ranks.gather(words, str), ranks.rank,
+                              engine["device_kind"], degree * (threads if is_cpu else 1))
+        self._core = core = EngineChild(
+            engine["python"], Path(request.target).with_suffix(f".{ranks.rank}.log"),
+            () if is_cpu else devices, replica=ranks.rank)
+        core.load(settings_of(request, Needs(**request.needs), degree, cores_of_each(
+            [int(own) for own in devices], degree, threads) if is_cpu else ()).load)
         core.await_ready()
+        self._recorder.add(TableKey(ENGINE_START, degree), ranks.size, 0,
+                           [max(ranks.gather(core.start_s, float))])
         self.begin_s += time.monotonic() - started_s  # loading does not count as measuring
         return VllmBench(core, self._spec.num_layers, self._sampling,
                          head_share=self._spec.head_params / self._spec.num_params)
@@ -194,6 +209,11 @@ class _OfVllm(Measuring):
         """Closes the engine core, if there is one."""
         if self._core is not None:
             self._core.close()
+
+    def device_of(self, name: str) -> torch.device:
+        """The kind of device alone: vLLM takes its own, and this process may have no build for
+        it."""
+        return torch.device("cpu" if name.startswith("cpu") else "cuda")
 
     def most_layers(self, bench: Any, point: Point) -> int | None:
         """None: vLLM's steps execute all layers."""
@@ -209,9 +229,10 @@ class _OfVllm(Measuring):
             if key.name == ALL_REDUCE})
 
 
-def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> EngineSettings:
+def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1,
+                cores: Sequence[Sequence[int]] = ()) -> EngineSettings:
     """Settings to start vLLM with, so that it can execute any step up to `needs`, on `tp_degree`
-    processes."""
+    processes, on CPUs with `cores` each."""
     spec, engine, dtype = model_from_dict(request.model), request.engine, request.metadata["dtype"]
     queries = max(needs.queries, -(-needs.tokens // SHORT) + 1)
     kv_bytes = spec.kv_elements_per_token_layer * spec.num_layers * DTYPE_BYTES[dtype]
@@ -220,18 +241,18 @@ def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> En
     held = max(needs.queries * (needs.context_tokens + 2), needs.tokens + 2 * queries)
     return EngineSettings(
         model_dir=Path(engine["model_dir"]), dtype=dtype, is_random=True,
-        cores=cores_of_each(sorted(os.sched_getaffinity(0)), tp_degree,
-                            int(request.metadata["threads_per_rank"])), max_queries=queries,
+        cores=cores, max_queries=queries, kv_tokens=held,
         max_tokens=min(longest, spec.max_positions or longest),
-        kv_tokens=held,
         kv_token_bytes=kv_bytes, tp_degree=tp_degree, device_kind=engine["device_kind"],
         most_tokens=needs.tokens,
         arguments={**engine["arguments"], "kv_transfer_config": _FILLED})
 
 
 def main(arguments: list[str]) -> int:
+    """Measures as the request file `arguments[0]` says; returns the exit code."""
+    finish_imports()
     request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
-    measuring = _OfVllm(request, connect(1))
+    measuring = _OfVllm(request, connect(request.ranks, float(request.metadata["sharing"])))
     try:
         measuring.run()
     except (XgptError, ExecutorDied) as error:

@@ -68,6 +68,7 @@ class MeasureRequest:
     target: str  # path of the profile
     progress: str  # path of the file that gets the share done and the seconds left
     stop: str  # path of a file whose existence asks to stop
+    ranks: int  # that measure
     captures: bool = True  # whether a run captures decode steps on GPUs
     # for another engine: model folder, its own arguments, kind of device
     engine: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> int:
     """Measures as the request file `arguments[0]` says; returns the exit code."""
     finish_imports()
     request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
-    ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
+    ranks = connect(request.ranks, float(request.metadata["sharing"]))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))
     with torch.inference_mode():
         Measuring(request, ranks).run()
@@ -97,7 +98,7 @@ class Measuring:
         known = replace(known, refused=refused)
         self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
         self._weight_dtype = getattr(torch, metadata.weight_dtype)
-        self._device = select_device(metadata.device, ranks)
+        self._device = self.device_of(metadata.device)
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()
@@ -107,6 +108,10 @@ class Measuring:
         self._captures = request.captures and self._device.type == "cuda" and (
             ranks.world is None or has_own_gpu_each(ranks.world, self._device))
         self._watch = Disturbance(ranks, request.patience_s) if is_cpu else None
+
+    def device_of(self, name: str) -> torch.device:
+        """This rank's device of that name."""
+        return select_device(name, self._ranks)
 
     def run(self) -> None:
         """Measures peaks, messages and points, and saves the profile."""
@@ -137,7 +142,7 @@ class Measuring:
 
     def _measure_points(self, todo: Sequence[tuple[int, Point]]) -> None:
         """Measures the (degree, point) pairs, one degree after the other, until asked to stop."""
-        for degree in self.request.degrees:
+        for degree in dict.fromkeys(own for own, _ in todo):
             bench = self.bench_of(degree)
             for point in [point for own, point in todo if own == degree]:
                 if self._ranks.agree(Path(self.request.stop).exists()):

@@ -28,9 +28,8 @@ from typing import Any
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
-from xgpt.core.hf.config import from_hf_config
+from xgpt.core.hf.config import from_hf_config, written_config
 from xgpt.core.hf.values import gguf_in, load_json
-from xgpt.core.hf.written import written_config
 from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.gguf_file import model_folder, write_safetensors

@@ -150,7 +150,7 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure():
         request = MeasureRequest(
             metadata={}, model={}, refused={}, degrees=[1, 2], needs={}, own={}, is_quick=False,
             patience_s=0.0, near="near", far="far", target="",
-            progress="", stop="")
+            progress="", stop="", ranks=ranks)
         return [f"{k.name} {k.tp_degree} {k.link}"
                 for k in messages_between(request, ranks, nodes)]
 

@@ -15,8 +15,7 @@ from toy_runs import run_in_process, split_stages
 from toys import logits_of, random_queries, spec_of
 
 from xgpt.core import catalog
-from xgpt.core.hf.config import from_hf_config
-from xgpt.core.hf.written import written_config
+from xgpt.core.hf.config import from_hf_config, written_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import config_of, read_spec, write_random_model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from xgpt.app.needed_profile import needed_profile
 from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.app.schedule import executable, plan_from, plan_job
 from xgpt.core.errors import InputError, XgptError
@@ -101,6 +102,22 @@ def test_the_cores_of_a_machine_are_one_device_unless_the_job_names_more(
     path.write_text(path.read_text().replace("engine_args: {}", run or "seed: 0"))
     cluster = planned(path).cluster
     assert (cluster.num_nodes, cluster.num_devices) == (hosts, devices)
+
+
+@pytest.mark.parametrize(("overrides", "starts"), [
+    (["cluster=a40-4"], [((1,), 1, 1), ((2,), 1, 1), ((4,), 1, 1)]),  # one replica suffices
+    (["cluster=a40-4", "model=opt-30b"], [((2,), 1, 1), ((4,), 1, 1)]),  # opt-30b needs two
+    (["run.ranks=4", "model=opt-125m"], [((1,), 4, 4), ((2,), 2, 2), ((4,), 1, 1)]),
+    (["run.ranks=4", "model=opt-125m", "schedule.tp_degree=2"], [((2,), 2, 2)]),
+    (["run={ranks: 4, hosts: [a, b], engine: vllm}", "model=opt-125m"],
+     [((1,), 4, 2), ((2,), 2, 1)])])
+def test_steps_are_timed_by_degree_of_all_replicas_at_once_on_cpus(
+        tmp_path, monkeypatch, overrides, starts):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("xgpt.app.needed_profile.profile_metadata", lambda job, problem: None)
+    path = job_of(tmp_path, "engine_args: {}")
+    problem = planned(path, *overrides)
+    assert needed_profile(load_job(path, overrides), problem).starts == starts
 
 
 def on_gpus(folder: Path, *overrides: str) -> OpenedJob:

@@ -145,7 +145,8 @@ def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
         yield mistake(job, "run.deterministic", True, "only on CPU ranks: cuBLAS chooses its "
                       "kernel by the number of rows; for CPU ranks set CUDA_VISIBLE_DEVICES to "
                       "nothing")
-    if gpus is not None and (why := why_no_torch("gpu")) is not None:
+    if gpus is not None and job.run.engine not in IN_CHILDREN and (
+            why := why_no_torch("gpu")) is not None:
         yield mistake(job, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
                       "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing")
     if gpus is not None and job.run.engine in IN_CHILDREN and (

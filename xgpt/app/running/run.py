@@ -293,7 +293,7 @@ def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         return None, None, "no request of the job can run"
     first = next(replayed.results)
     prediction = mean_prediction(chain([first], replayed.results), replayed.num_queries,
-                                 replayed.deadlines_s) if first.is_timed else None
+                                 replayed.deadlines_s, replayed.load_s) if first.is_timed else None
     if prediction is None or not math.isfinite(prediction.wall_s):
         return None, None, (f"it may take steps of more than {REFUSED_BEYOND:g} times the sizes "
                             "that were measured (`xgpt profile JOB` measures more)")

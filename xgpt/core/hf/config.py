@@ -2,11 +2,13 @@
 tests/xrunner/checkpoint/test_every_key.py holds the rows equal to transformers' config classes."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xgpt.core.errors import InputError
 from xgpt.core.hf import gated as hf_gated
 from xgpt.core.hf.gated import FULL, WINDOWED, Reader, gated, sizes_of
 from xgpt.core.hf.quantised import read_quantised
@@ -235,3 +237,32 @@ NO_INFLUENCE = """
     router_aux_loss_coef router_jitter_noise summary_activation summary_first_dropout
     summary_proj_to_labels summary_type summary_use_proj torch_dtype transformers_version
     unk_token_id use_cache""".split()  # noqa: SIM905
+# Families of which a config.json is written; what is read of it tells which one a shape is.
+_WRITTEN = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+            "opt": "OPTForCausalLM"}
+_FIELDS = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+           "num_key_value_heads": "kv_heads", "max_position_embeddings": "max_positions",
+           "rms_norm_eps": "norm_eps", "attention_bias": "out_bias", "mlp_bias": "has_bias",
+           "tie_word_embeddings": "tied_embeddings", "hidden_act": "activation",
+           "ffn_dim": "intermediate_size", "word_embed_proj_dim": "hidden_size",
+           **{name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta",
+                                      "intermediate_size")}}
+
+
+def written_config(spec: ModelSpec) -> dict[str, Any] | None:
+    """A `config.json` of the shape, for another engine; None for a family that is not written."""
+    own = {key: getattr(spec, name) for key, name in _FIELDS.items()}
+    own["rope_scaling"] = spec.rope_scaling and dict(spec.rope_scaling)
+    for kind, architecture in _WRITTEN.items():
+        config = {"model_type": kind, "architectures": [architecture], **own}
+        with suppress(InputError):
+            if _resolved(from_hf_config(config, spec.name)) == _resolved(spec):
+                return config
+    return None
+
+
+def _resolved(spec: ModelSpec) -> ModelSpec:
+    """The shape alone, with its defaults resolved."""
+    return replace(spec, name="", hub_id=None, wheel=None, source="", not_used="",
+                   num_kv_heads=spec.kv_heads, head_size=spec.head_dim,
+                   has_qkv_bias=spec.qkv_bias, has_out_bias=spec.out_bias)
