@@ -35,7 +35,6 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import floor
 import torch
@@ -63,7 +62,9 @@ def main() -> None:
                 scratch.mkdir()
                 setting = Setting(model=model, queries=queries, workload=workload,
                                   threads=arguments.threads, scratch=scratch, quiet=quiet)
-                pages.append(compare(setting, config, arguments.rounds))
+                contenders = [*xgpt_contenders(setting, config, arguments.rounds),
+                              *peer_contenders(setting, config, arguments.rounds)]
+                pages.append(compare(setting, contenders, arguments.rounds))
                 write("peers", "\n\n".join(pages), arguments.out)
 
 
@@ -79,10 +80,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compare(setting: Setting, config: dict[str, Any], rounds: int) -> str:
+def compare(setting: Setting, contenders: list[Contender], rounds: int) -> str:
     """All contenders of one model in turns; a section of the page."""
-    contenders = [*xgpt_contenders(setting, config, rounds),
-                  *peer_contenders(setting, config, rounds)]
     machines: dict[floor.Numbers, floor.Machine] = {}
     failed: list[str] = []
     for number in range(rounds + 1):
