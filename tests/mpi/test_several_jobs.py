@@ -37,7 +37,8 @@ def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_comma
         layout, bound = HALVES if name == "halves" else STAGES, "1 us" if name == "never" else "inf"
         job = write_job(tmp_path / name, llama[0], as_requests(queries), ranks=2, schedule=(
             f"policy: rra, encode_batch: 3, decode_iterations: 4, order: input, {layout}"))
-        job.write_text(f"{job.read_text()}name: {name}\nconstraint: {{latency_s: {bound}}}\n")
+        staged = job.read_text().replace("run: {", f"run: {{stage_model: {tmp_path / 'disk'}, ")
+        job.write_text(f"{staged}name: {name}\nconstraint: {{latency_s: {bound}}}\n")
         words.append(str(job))
 
     def loaded(name: str) -> int:
@@ -57,6 +58,8 @@ def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_comma
     anew = "ranks: started anew, for the job has another layout of ranks and stages\n"
     assert done.stderr.count("those of the job before") == 1 and done.stderr.count(anew) == 1
     assert results.read_bytes().startswith(kept)
+    # its copy was on the node's disk while jobs read it
+    assert [path.suffix for path in (tmp_path / "disk").glob("*/*")] == [".lock"]
     for name in ("first", "long", "last", "halves"):
         answers = {r["id"]: r["output_ids"] for r in read_lines(
             tmp_path / name / "out" / "results.jsonl")}

@@ -64,11 +64,11 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch, *,
                           pool=replica.pools[0].name, replica=replica.number,
                           devices=f"{'cores' if is_cpu else 'GPU'} {','.join(devices)}")
     heartbeat.start()
+    plan = staged(plan)  # before the engine's time to load begins
     child = EngineChild(plan.engine_python or sys.executable,
                         plan.output / f"replica-{rank}.log", () if is_cpu else devices,
                         replica=rank, step_limit_s=plan.stall_timeout_s)
     child.start()  # it imports vLLM meanwhile
-    plan = staged(plan)
 
     def settings_of(message: StartMessage) -> EngineSettings:
         own = settings(plan, replica, message)
