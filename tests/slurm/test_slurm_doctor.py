@@ -30,9 +30,9 @@ def test_all_that_nodes_lack_is_told_at_once_with_an_exit_code(slurm, make_job):
     done = slurm.xgpt("doctor", "--slurm", job, "--set", "run.engine=vllm", "--set",
                       "run.engine_python=/no/vllm/bin/python")
     said = " ".join(done.stdout.split())
-    assert done.returncode == 1 and "the nodes lack GPUs, engine" in done.stderr
+    assert done.returncode == 1 and "the nodes lack GPUs, job" in done.stderr
     assert "missing GPUs on n1, n2: none, and the job asks for 2" in said
-    assert "missing engine on n1, n2: '/no/vllm/bin/python' is no program" in said
+    assert "missing job on n1, n2: '/no/vllm/bin/python' is no program" in said
     none = slurm.xgpt("doctor", "--slurm", job, "--set", "slurm.venv=/no/venv", "--json")
     assert none.returncode == 1
     assert all("/no/venv/bin/python" in own["lacking"]["xgpt"]

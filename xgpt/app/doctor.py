@@ -259,8 +259,8 @@ def _slurm() -> str:
 
 def node_report(wanted: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Words for what this node has, by part, and for why the parts in "lacking" are missing.
-    `wanted`: a job file "job" with its "overrides", or None; "gpus": how many it asks for; "seen":
-    what lies at paths that are shared."""
+    `wanted`: at most one job file in "jobs", and its "overrides"; "gpus": how many it asks for;
+    "seen": what lies at paths that are shared."""
     free = {name: shutil.disk_usage(path).free if path.is_dir() else 0
             for name, path in _FOLDERS.items()} | {"memory": available_memory_bytes()}
     gpus = Counter(gpu.name for gpu in gpus_here())
@@ -277,14 +277,13 @@ def node_report(wanted: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             lacking[what] = f"{Path(path).parent}: {why}"
     if gpus.total() < wanted["gpus"]:
         lacking["GPUs"] = f"{facts['GPUs']}, and the job asks for {wanted['gpus']}"
-    if wanted["job"] and "job file" not in lacking:
-        job = load_job(Path(wanted["job"]), wanted["overrides"])
-        engine = engine_of(job)
-        try:
-            engine.check_installed(job)
+    try:
+        for path in wanted["jobs"]:
+            job = load_job(Path(path), wanted["overrides"])
+            (engine := engine_of(job)).check_installed(job)
             facts["engine"] = engine.identity(job) if engine.identity else engine.name
-        except XgptError as cause:
-            lacking["engine"] = str(cause)
+    except XgptError as cause:
+        lacking["job"] = str(cause)
     return {"facts": facts, "lacking": lacking}
 
 
@@ -296,13 +295,12 @@ def examine_nodes(job: Job | None, overrides: Sequence[str], nodes: int,
     with ExitStack() as files:
         seen, folders = dict[str, str](), {"cache folder": cache_dir()}
         if job is not None:
-            folders["output folder"], seen[str(job.source)] = job.output, "job file"
-            if (found := model_at_hand(job.model)) is not None:
-                seen[str(found.directory)] = "model"
+            folders["output folder"], found = job.output, model_at_hand(job.model)
+            seen |= {} if found is None else {str(found.directory): "model"}
         for what, folder in folders.items():
             there = next(path for path in (folder, *folder.parents) if path.is_dir())
             seen[files.enter_context(tempfile.NamedTemporaryFile(dir=there)).name] = what
-        wanted = {"job": job and str(job.source), "overrides": overrides, "seen": seen,
+        wanted = {"jobs": [str(job.source)] if job else [], "overrides": overrides, "seen": seen,
                   "gpus": int(gpus.rpartition(":")[2]) if gpus else 0}
         said = ask_tasks(None if job is None else job.slurm, nodes, gpus,
                          ["-P", "-m", __name__, json.dumps(wanted)])

@@ -66,14 +66,16 @@ def test_a_node_says_which_shared_files_it_does_not_see_and_where_it_cannot_writ
     monkeypatch.setattr(doctor, "_LEAST_SHM_BYTES", 2**70)
     (tmp_path / "there").touch()
     monkeypatch.setattr(doctor, "why_no_folder", lambda folder: f"{folder.name} is full")
-    found = doctor.node_report({"job": None, "gpus": 2, "seen": {
-        str(tmp_path / "there"): "output folder", str(tmp_path / "absent"): "model"}})
+    found = doctor.node_report({
+        "jobs": [str(tmp_path / "job.yaml")], "overrides": [], "gpus": 2, "seen": {
+            str(tmp_path / "there"): "output folder", str(tmp_path / "absent"): "model"}})
     assert found["facts"]["GPUs"] == f"1 x {GPU.name}" and "free" in found["facts"]["local disk"]
     lacking = found["lacking"]
     assert lacking["mpi"] == "no libmpi" and "needed" in lacking["/dev/shm"]
     assert lacking["model"] == f"{tmp_path / 'absent'} is not seen there"
     assert lacking["output folder"].endswith(f"{tmp_path.name} is full")
     assert lacking["GPUs"].endswith("and the job asks for 2")
+    assert "no such file" in lacking["job"].lower()
 
 
 def test_a_job_file_without_slurm_is_refused():
