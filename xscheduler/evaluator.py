@@ -20,6 +20,7 @@ from xrunner.rules.forecast import with_forecasts
 from xrunner.rules.order import run_order, window_of
 from xscheduler.replays import Replays
 from xscheduler.replicas import problem_of_replica
+from xsimulator.memory import least_weight_bytes
 from xsimulator.plans import PlanCache
 from xsimulator.replay.prediction import (
     MOST_PREDICTED,
@@ -122,7 +123,7 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
 class JobReplays(NamedTuple):
     """Replays of a job of `num_queries` requests. is_whole: each replays all of them.
     deadlines_s: of those replayed, [requests]; None without any. load_s: until the replicas of
-    another engine are ready, if known."""
+    another engine are ready, if known. They load together, and a node reads the weights once."""
 
     results: Iterator[ReplayResult]
     num_queries: int
@@ -160,8 +161,10 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
         deadlines_s = known.deadlines_s[order]
     elif math.isfinite(limit_s):
         deadlines_s = np.full(count, limit_s)
+    start_s = timing.facts.start_s.get(estimate.deployment.tp_degree)
+    read_s = least_weight_bytes(problem) / problem.cluster.ssd_bytes_per_s
     return JobReplays(results, total, count == total, deadlines_s,
-                      timing.facts.start_s.get(estimate.deployment.tp_degree))
+                      None if start_s is None else start_s + read_s)
 
 
 def evenly_spread(problem: Problem, lengths: QueryLengths, count: int) -> QueryLengths:

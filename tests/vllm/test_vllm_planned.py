@@ -36,4 +36,5 @@ def test_two_replicas_of_random_weights_are_timed_together_and_run(
     assert profile.tp_degrees == (1,) and profile.metadata.ranks == 2
     (start,) = profile.tables[TableKey(ENGINE_START)]
     assert start.x == 2, "engines at once"
-    assert metrics["load_s"]["predicted"] == start.median_s > 0 < metrics["load_s"]["measured"]
+    load = metrics["load_s"]
+    assert load["predicted"] == pytest.approx(start.median_s, abs=0.1) and load["measured"] > 0

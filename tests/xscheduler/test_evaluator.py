@@ -22,6 +22,7 @@ from xscheduler.margin import MarginParts, Margins
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search_planner import SearchPlanner
 from xscheduler.space import LEAST_GAIN
+from xsimulator.memory import least_weight_bytes
 
 
 def evaluator(**given) -> Evaluator:
@@ -78,6 +79,16 @@ def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap():
     predicted = predict(problem, roofline_of(problem), estimate)
     assert predicted is not None
     assert predicted.output_tokens_per_s * predicted.wall_s == pytest.approx(caps.sum())
+
+
+def test_another_engines_start_and_a_nodes_reading_are_before_the_job():
+    problem = toy_problem(num_queries=8)
+    timing, estimate = roofline_of(problem), estimate_of(
+        problem, encode_batch=4, decode_iterations=4)
+    assert predict(problem, timing, estimate).load_s is None, "of our own runner"
+    timing.facts = replace(timing.facts, start_s={1: 9.0})
+    read_s = least_weight_bytes(problem) / problem.cluster.ssd_bytes_per_s
+    assert predict(problem, timing, estimate).load_s == 9.0 + read_s > 9.0
 
 
 def test_replicas_are_predicted_one_by_one_and_together_do_the_job():
