@@ -136,7 +136,7 @@ class ToReplicas(Supply):
             return
         if message.died:
             self._lose(head, message.replica, message.lost, message.died)
-        elif message.is_ready:
+        elif message.is_ready and not replica.is_gone:
             self.router.away.discard(message.replica)
         if message.given_back is not None:
             self._come_back(head, message.replica, message.given_back)

@@ -107,9 +107,11 @@ class LauncherLink:
         self.changes: list[dict[str, Any]] = []  # changes, with the first phase of each
 
     def begin(self, queries: Sequence[int]) -> None:
-        """Records requests that begin next. States count them in this order from the run's
-        first."""
+        """Records requests that begin next. States count them in this order from the run's first.
+        Those that begin again keep their places."""
         for index in queries:
+            if index in self._place:
+                continue
             self._place[index] = self._first_query + self._num_begun
             self._num_begun += 1
 

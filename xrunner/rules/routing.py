@@ -337,12 +337,13 @@ class Router:
         return found
 
     def take_back(self, replica: int, places: Sequence[int]) -> None:
-        """Takes the requests that a replica returns on a recall, and assigns them to its takers.
-        `places`: indices of the last ones waiting there, in order; none if all have begun."""
+        """Takes the requests that a replica returns on a recall, and assigns them to its takers; to
+        itself instead of one that is away. `places`: indices of the last ones waiting there, in
+        order; none if all have begun."""
         takers = self._takers.pop(replica)
         self._has_none[replica] = len(places) < len(takers)
         for place, taker in zip(places, takers, strict=False):
-            self._shares[taker].append(place)
+            self._shares[replica if taker in self.away else taker].append(place)
 
     def give_back(self, replica: int, places: Sequence[int], others: Sequence[int]) -> None:
         """Assigns all requests of a replica that goes away to `others`, in turn and before their

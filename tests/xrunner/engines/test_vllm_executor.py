@@ -1,22 +1,21 @@
 """Every batching rule's steps as passes of a vLLM engine, here one that stands in for vLLM's.
 tests/vllm has the real one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from counting_core import CountingCore, expected
 from holding import rule_of
 from replays import answers_of
 from toy_runs import Collector
-from toys import VOCAB, random_queries
+from toys import random_queries
 
 from xgpt.core.prefixes import Prefixes
 from xrunner.backends.vllm.executor import VllmExecutor
-from xrunner.backends.vllm.protocol import Added, Load, SharedStart, Token, passes
-from xrunner.backends.vllm.protocol import Step as VllmStep
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import SINGLE_RANK, Neighbours
@@ -24,98 +23,6 @@ from xrunner.engine.pool_requests import Vocabulary
 from xrunner.query import PreparedQuery
 from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.steps import BatchingRule, Step
-
-
-def next_token(tokens: Sequence[int]) -> int:
-    return (7 * sum(tokens) + len(tokens)) % VOCAB
-
-
-class CountingCore:
-    """Answers by all tokens of a request, and holds each pass to what vLLM would allow."""
-
-    def __init__(self, max_pass: int, longest: int = 10_000) -> None:
-        self.max_pass, self._longest = max_pass, longest
-        self._requests: dict[str, tuple[list[int], int]] = {}  # tokens, and how many are computed
-        self._writers: dict[int, tuple[str, int]] = {}  # of prefixes: request, and prefix's end
-        self._kept: dict[int, list[int]] = {}  # tokens of each prefix that is encoded
-        self._starts: dict[str, SharedStart] = {}
-        self.largest, self.most_requests, self.shared, self.passes = 0, 0, 0, 0
-
-    def load(self, load: Load) -> None:
-        """Nothing is started."""
-
-    def await_ready(self, wait_s: float = 0.0) -> bool:
-        return True
-
-    def step(self, step: VllmStep) -> dict[str, Token]:
-        for name in step.ended:
-            del self._requests[name]
-        self._release(step.released)
-        for new in step.added:
-            self._add(new)
-        given = dict[str, Token]()
-        for wanted in passes(step.wanted, self.max_pass):
-            given |= self._pass(wanted)
-            self.passes += 1
-        return given
-
-    def _add(self, new: Added) -> None:
-        assert new.name not in self._requests and new.generated < len(new.tokens)
-        self._requests[new.name] = list(new.tokens), 0
-        if new.start is not None:
-            self._writers |= {node: (new.name, end) for node, end in new.start.writes}
-            self._starts[new.name] = new.start
-
-    def _release(self, nodes: Sequence[int]) -> None:
-        for node in nodes:
-            assert node in self._writers or node in self._kept
-            self._writers.pop(node, None)
-            self._kept.pop(node, None)
-
-    def _begin(self, name: str) -> int:
-        """Tokens that are there when the request is first computed."""
-        start = self._starts.pop(name, None)
-        if start is None or not start.first:
-            return 0
-        known = self._kept.get(start.node)
-        if known is None:
-            writer, end = self._writers[start.node]
-            tokens, computed = self._requests[writer]
-            known = tokens[:min(end, computed)]
-        assert len(known) >= start.first
-        assert known[:start.first] == self._requests[name][0][:start.first]
-        self.shared += start.first
-        return start.first
-
-    def _pass(self, tokens: Mapping[str, int]) -> dict[str, Token]:
-        self.largest = max(self.largest, sum(tokens.values()))
-        self.most_requests = max(self.most_requests, len(self._requests))
-        assert 0 < sum(tokens.values()) <= self.max_pass
-        given = {}
-        for name, more in tokens.items():
-            known, computed = self._requests[name]
-            computed = computed or self._begin(name)
-            assert 0 < more <= len(known) - computed, f"{name = } {more = }"
-            self._requests[name] = known, computed + more
-            if computed + more == len(known):
-                known.append(next_token(known))
-                given[name] = Token(known[-1], is_end=len(known) >= self._longest)
-        for node, (name, end) in list(self._writers.items()):
-            known, computed = self._requests[name]
-            if computed >= end:
-                self._kept[node] = known[:end]
-                del self._writers[node]
-        for name, token in given.items():
-            if token.is_end:
-                del self._requests[name]
-        return given
-
-
-def expected(query: PreparedQuery) -> list[int]:
-    tokens = list(query.input_ids)
-    for _ in range(query.max_new_tokens):
-        tokens.append(next_token(tokens))
-    return tokens[len(query.input_ids):]
 
 
 def run(rule: BatchingRule, queries: Sequence[PreparedQuery],

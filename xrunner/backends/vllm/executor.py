@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from xgpt.core.units import format_seconds
 from xgpt.requests.chat import has_form
 from xrunner.backends.executor import DecoderOnly
 from xrunner.backends.vllm.child import LOAD_LIMIT_S, EngineChild
-from xrunner.backends.vllm.protocol import Added, Check, SharedStart, Step, Token
+from xrunner.backends.vllm.protocol import Added, Check, Request, SharedStart, Step, Token
 from xrunner.backends.vllm.settings import EngineSettings, base_arguments
 from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.engine.pipeline import ExecutorDied
@@ -50,6 +51,7 @@ class VllmExecutor(DecoderOnly):
         self._held: dict[str, int] = {}  # cached tokens of each request
         self._joining, self._leaving = list[Added](), list[str]()  # with the next step
         self.restarts = self.peak_bytes = 0
+        self._death: ExecutorDied | None = None  # that `is_ready` is to tell
 
     @property
     def start_s(self) -> float:
@@ -84,6 +86,9 @@ class VllmExecutor(DecoderOnly):
 
     @property
     def is_ready(self) -> bool:
+        if (death := self._death) is not None:
+            self._death = None
+            raise death
         is_ready = self.child.await_ready(0.0)
         if is_ready:
             self._note("")
@@ -100,10 +105,22 @@ class VllmExecutor(DecoderOnly):
         folder = self._plan.model_dir
         if has_form(query.sampling.passed) and not TextTokenizer(folder).is_there:
             return "the model's folder has no tokenizer, which vLLM needs for a structured output"
-        why: str | None = self.child.ask(Check(
-            base_arguments(folder, self._plan.dtype, self._plan.engine_args),
-            list(query.input_ids), query.sampling, query.max_new_tokens))
+        try:
+            why: str | None = self.ask(Check(
+                base_arguments(folder, self._plan.dtype, self._plan.engine_args),
+                list(query.input_ids), query.sampling, query.max_new_tokens))
+        except ExecutorDied as death:
+            return f"vLLM cannot judge it: {death}"
         return why
+
+    def ask(self, question: Request) -> Any:
+        """The child's answer, or where it dies the next one's; `is_ready` tells of the death.
+        Raises ExecutorDied where that dies, too."""
+        try:
+            return self.child.ask(question)
+        except ExecutorDied as death:
+            self._death = death
+            return self.child.ask(question)
 
     def close(self) -> None:
         """Ends the engine's processes, and keeps their peak memory."""

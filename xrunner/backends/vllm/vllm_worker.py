@@ -30,7 +30,7 @@ from xrunner.backends.vllm.settings import EngineSettings, cores_of_each
 from xrunner.checkpoint.source import SERVED_BY, read_spec
 from xrunner.checkpoint.staging import staged
 from xrunner.comm.messages import StartMessage
-from xrunner.engine.pipeline import SINGLE_RANK, RankReport
+from xrunner.engine.pipeline import SINGLE_RANK, ExecutorDied, RankReport
 from xrunner.files.heartbeat import Heartbeat
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery, ToolCall
@@ -85,7 +85,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch, *,
 
     return Loaded(executor, replace(SINGLE_RANK, rank=rank), replica, replica.pools[0],
                   read_spec(plan.model_dir, plan.model_name), report, replicas,
-                  may_die=len(replicas) > 1, parsed=_parsed(plan, child))
+                  may_die=len(replicas) > 1, parsed=_parsed(plan, executor))
 
 
 def check_versions(plan: RunPlan, world: World) -> None:
@@ -120,15 +120,18 @@ def settings(plan: RunPlan, replica: Replica, message: StartMessage) -> EngineSe
         is_random=plan.served_by == SERVED_BY, arguments=plan.engine_args)
 
 
-def _parsed(plan: RunPlan, child: EngineChild) -> Callable[[FinishedQuery], FinishedQuery]:
+def _parsed(plan: RunPlan, executor: VllmExecutor) -> Callable[[FinishedQuery], FinishedQuery]:
     """A function that finds the tool calls in a result, if the job names a parser."""
     parser = plan.engine_args.get(TOOL_PARSER)
 
     def parsed(result: FinishedQuery) -> FinishedQuery:
         if parser is None or not result.query.tools or result.error is not None:
             return result
-        found = child.ask(FindCalls(parser, str(plan.model_dir), result.query.tools,
-                                    result.output_ids))
+        try:
+            found = executor.ask(FindCalls(parser, str(plan.model_dir), result.query.tools,
+                                           result.output_ids))
+        except ExecutorDied as death:
+            return replace(result, finish_reason="error", error=f"tool calls: {death}")
         return result if found is None else replace(result, text=found[0], tool_calls=tuple(
             ToolCall(name, arguments) for name, arguments in found[1]))
 
