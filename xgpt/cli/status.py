@@ -100,9 +100,8 @@ def _more(place: RunFolder, status: JobStatus) -> Iterator[str]:
     yield "   ".join(said)
     if status.is_active and are_silent(run.ranks):
         yield signs_of_life(run.ranks) or ""
-    if status.is_active and status.state == State.STARTING:
-        yield current_activity(place.output)
-    yield notes_of(run.ranks)
+    is_starting = status.is_active and status.state == State.STARTING
+    yield notes_of(run.ranks) or current_activity(place.output) * is_starting
     found = (place.results, place.output / "results.jsonl")
     yield next((shown(path) for path in found if path is not None and path.is_file()), "")
 
