@@ -199,8 +199,8 @@ def _nodes(path: Path | None, overrides: tuple[str, ...], as_json: bool) -> None
         parts = ("GPUs", "memory", "/dev/shm", "local disk", "engine")
         show(table(("node", *parts), [(node, *(own["facts"].get(part, "") for part in parts))
                                       for node, own in reports.items()], right=()))
-        show("\n".join(["", *(fact("missing", f"{part} on {', '.join(names)}: {why}")
-                              for (part, why), names in lacking.items())]))
+        show("\n" + ("\n".join(fact("missing", f"{part} on {', '.join(names)}: {why}")
+                               for (part, why), names in lacking.items()) or "nothing is missing"))
     if lacking:
         error = XgptError(f"the nodes lack {', '.join(sorted({part for part, _ in lacking}))}")
         error.details = {"nodes": reports}
