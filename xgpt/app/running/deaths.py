@@ -1,8 +1,9 @@
 """Starts the ranks of a run until all queries are answered.
 
-After a rank dies the ranks are started again, a limited number of times. A query that was being
-run at two deaths may be their cause, so it is run last and alone. Where its rank dies again, the
-query gets an error instead of an answer. The others finish."""
+After a rank dies the ranks are started again, a limited number of times. Queries that were being
+run at two deaths may be their cause, so they are run last, by halves of those at which most has
+died. Where a rank dies at work on one alone, that gets an error instead of an answer. The others
+finish."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,11 +26,13 @@ from xrunner.query import FinishedQuery
 
 
 class Leg(NamedTuple):
-    """One start of the ranks. `aside`: queries to leave out; `alone`: the only query to run, if
-    there is one. `restarts`: that are left to engines below the ranks."""
+    """One start of the ranks. `aside`: queries to leave out; `is_trial`: the others are under
+    suspicion; `alone`: the only query to run, if there is one. `restarts`: that are left to engines
+    below the ranks."""
 
     aside: tuple[int, ...] = ()
     alone: int | None = None
+    is_trial: bool = False
     is_first: bool = True
     restarts: int = 0
 
@@ -40,6 +43,7 @@ class Legs:
     def __init__(self, plan: RunPlan) -> None:
         self._plan, self.deaths = plan, Deaths(plan)
         self._results = plan.output / "results.jsonl"
+        self._guilty = set[int]()  # has the cause, by the last trial
 
     def next_leg(self) -> Leg | None:
         """The queries to run next; None where every query is answered."""
@@ -53,7 +57,13 @@ class Legs:
                           if done.written <= query < total and query not in done.held)
         if not suspects or len(suspects) < left:
             return Leg(tuple(suspects))
-        return Leg(tuple(suspects[1:]), alone=suspects[0])
+        # those at which most has died, or half of them if they are known to have the cause
+        most = max(self.deaths.counts[query] for query in suspects)
+        group = [query for query in suspects if self.deaths.counts[query] == most]
+        if len(group) > 1 and self._guilty.issuperset(group):
+            group = group[:len(group) // 2]
+        return Leg(tuple(query for query in suspects if query not in group), is_trial=True,
+                   alone=group[0] if len(group) == 1 else None)
 
     def record(self, leg: Leg, cause: str) -> str:
         """Records a death; returns words for what follows from it, "" for nothing."""
@@ -66,11 +76,15 @@ class Legs:
         underway = [query for query in read_underway(self._plan.output)
                     if query >= done.written and query not in done.held]
         self.deaths.read()
+        if leg.is_trial:  # a death before any query had begun counts for all of them: trials end
+            self._guilty = {*underway} or self.deaths.suspects - {*leg.aside}
+            underway = [*self._guilty]
         self.deaths.add(underway)
         suspects = len(self.deaths.suspects & set(underway))
         return "" if not suspects else (
-            f"Of {counted(suspects, 'request')} this was the second death: each runs alone at the "
-            "end, with a restart of its own")
+            f"{counted(suspects, 'request')} {'was' if suspects == 1 else 'were'} being run at "
+            "two deaths or more: they run by themselves at the end, then by halves, until one is "
+            "alone")
 
     def _give_up(self, query: int, cause: str) -> None:
         written = count_results(self._results)
@@ -78,7 +92,7 @@ class Legs:
         writer.write(FinishedQuery(
             query=SpooledQueries(Spool(self._plan.output), self._plan)[query], output_ids=(),
             finish_reason="error", text="", encode_start_s=0.0, first_token_s=0.0,
-            last_token_s=0.0, error="ranks died three times at work on it, the last time alone: "
+            last_token_s=0.0, error="ranks died several times at work on it, the last time alone: "
             + " ".join(cause.split())[-300:]))
         writer.leave_out(self._expired())
         writer.close()
@@ -93,8 +107,8 @@ class Legs:
 def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
                 tell: Teller) -> None:
     """Starts the ranks until every query is answered or a stop is requested. Raises the errors of
-    `start`; for a rank's death only after `restarts` of them, not counting those of a query that
-    is run alone."""
+    `start`; for a rank's death only after `restarts` of them, not counting those of queries under
+    suspicion that are run by themselves."""
     legs = Legs(plan)
     leg, is_first = legs.next_leg(), True
     while leg is not None:
@@ -107,7 +121,7 @@ def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
                 restarts = max(restarts - len(legs.deaths.engines) + before, 0)
         except RanksFailed as error:
             tell.end_progress()
-            if error.is_told or (leg.alone is None and restarts == 0):
+            if error.is_told or (not leg.is_trial and restarts == 0):
                 said = f"{_is_kept(plan)}; the same command goes on from there"
                 raise XgptError(str(error) if "the same command goes on" in str(error) else
                                 f"{error}\n{paragraph(said)}") from None
@@ -116,10 +130,9 @@ def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
                 raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
                                    f"{_is_kept(plan)}, and the same command goes on from "
                                    "there") from None
-            if leg.alone is None:
-                restarts -= 1
+            restarts -= not leg.is_trial
             tell.say(f"{error}")
-            left = f" ({counted(restarts, 'more restart')} after this)" * (leg.alone is None)
+            left = f" ({counted(restarts, 'more restart')} after this)" * (not leg.is_trial)
             tell.say(paragraph(f"note: {what + '. ' if what else ''}{_is_kept(plan)}; the ranks "
                                f"start again{left}"))
         else:
