@@ -135,7 +135,8 @@ class VllmExecutor(DecoderOnly):
         if self.heartbeat is not None:
             self.heartbeat.begin(message)
         start_s, slots = self._clock(), self._groups[message.group]
-        self._leave(slots, message.removed)
+        self._end([slots.seats[slot] for slot in message.removed])
+        slots.compact(message.removed)
         decoding = self._decoding(message, slots)
         joined = self._join(message, slots)
         decoded = [(slots.seats[slot], 1) for slot in decoding]
@@ -163,10 +164,6 @@ class VllmExecutor(DecoderOnly):
         known = [token.likelihood for token in tokens_given]
         return packed(tokens, [None if one is None else as_row(one) for one in known]) if any(
             known) else tokens
-
-    def _leave(self, slots: GroupSlots[str], removed: Sequence[int]) -> None:
-        self._end([slots.seats[slot] for slot in removed])
-        slots.compact(removed)
 
     def _end(self, names: Sequence[str]) -> None:
         self._leaving += [name for name in names if name not in self._ended]
