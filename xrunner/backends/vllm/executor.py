@@ -69,12 +69,11 @@ class VllmExecutor(DecoderOnly):
         self._ended.clear()
         self._held.clear()
         self._joining, self._leaving = [], []
+        self.restarts += not is_first
         self._note(f"loading vLLM, at most {format_seconds(LOAD_LIMIT_S)}")
         self.child.load(self._settings_of(message).load)
         if is_first:
             self._await_first()
-        else:
-            self.restarts += 1
 
     def _await_first(self) -> None:
         """Waits for the engine. Raises XgptError if it does not start: nothing is tried again."""
