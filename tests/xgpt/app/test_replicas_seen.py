@@ -17,6 +17,7 @@ from xgpt.app.top import glance
 from xgpt.cli.main import cli
 from xgpt.report.page import write_report
 from xgpt.report.replicas import replica_facts, replica_rows, replica_words
+from xgpt.report.run_screen import end_screen
 from xgpt.run_folder.files import RunFolder
 from xrunner.files.heartbeat import HEARTBEATS, RankState
 from xrunner.files.lock import output_lock
@@ -105,6 +106,18 @@ def test_each_replica_is_compared_with_its_own_prediction():
     assert replica_words(facts) == (
         "tokens/s, measured / predicted: slowest 1 (n1, GPU 1) 120 / 150; "
         "quickest 0 (n1, GPU 0) 120 / 121; 2 restarts")
+
+
+def test_however_many_replicas_there_are_the_screen_has_a_few_lines_of_them():
+    node = "gpu-partition-a100-017.cluster"
+    facts = replica_facts(account(*(told(number, node=node, restarts=1)
+                                    for number in range(64))), PREDICTED)
+    text = end_screen({"queries": 72, "status": "done", **facts}, [], ["short"] * 9, {
+        "answers": "out/results.csv", "report": "out/report.html", "next": "xgpt explain out"})
+    lines = text.splitlines()
+    assert len(lines) <= 16 and max(map(len, lines)) <= 80, text
+    assert sum("slowest" in line or "quickest" in line for line in lines) <= 4
+    assert "64 restarts" in " ".join(text.split())
 
 
 def test_a_run_that_went_on_has_no_prediction_and_one_replica_no_table():
