@@ -92,8 +92,8 @@ def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
     """[(planner, least latency)] by number of replicas, if each batch is decoded to its end."""
     if (name := changeable_policy(problem.fixed)) is None:
         return []
-    return [one for part in replica_problems(problem)
-            if (one := _quickest(name, part, timing)) is not None]
+    return [one for copies in dict.fromkeys(part.copies for part in replica_problems(problem))
+            if (one := _quickest(name, problem, copies, timing)) is not None]
 
 
 class _Quickest(NamedTuple):
@@ -104,9 +104,9 @@ class _Quickest(NamedTuple):
     least_s: float
 
 
-def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | None:
-    """The planner of one replica, by the policy `name`; None if it does not fit."""
-    fixed = replace(problem.fixed, policies=(name,), replicas=problem.copies)
+def _quickest(name: str, problem: Problem, copies: int, timing: TimingSource) -> _Quickest | None:
+    """The planner of so many replicas, by the policy `name`; None if they do not fit."""
+    fixed = replace(problem.fixed, policies=(name,), replicas=copies)
     if fixed.decode_iterations is None:
         most = problem.lengths.outputs.max - (not problem.model.is_encoder_decoder)
         fixed = replace(fixed, decode_iterations=max(most, 1), encode_chunk=0)

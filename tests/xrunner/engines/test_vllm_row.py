@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from problems import problem_of, roofline_of
 
 from xgpt.app.needed_profile import needed_profile
 from xgpt.app.opened_job import OpenedJob, open_file
@@ -17,6 +18,7 @@ from xgpt.job.job_file import load_job
 from xgpt.job.resolve import resolve
 from xrunner.backends.engine import engine_of
 from xrunner.backends.vllm.row import engine_arguments, version_in
+from xscheduler.fallback import _able, initial_schedule
 from xscheduler.replicas import equal_parts, replica_problems
 
 
@@ -138,6 +140,17 @@ def test_a_plan_is_replicas_by_one_group_each(tmp_path, overrides, replicas, deg
     devices = f"{degree} device{'s' * (degree > 1)}"
     assert f"{replicas} replica{'s' * (replicas > 1)} x {devices} (TP {degree}, PP 1)" in str(found)
     assert "vLLM on A" in str(found), "vLLM's constants"
+
+
+def test_a_job_begins_on_as_many_replicas_as_there_is_room_for():
+    """Nine heads cannot be divided; lengths are known only as caps, at which the limit breaks."""
+    problem = replace(problem_of("smollm2-135m", "a40-4"), most_stages=1, observes=True,
+                      is_revised=True, num_queries=100)
+    timing = roofline_of(problem)
+    free_s = min(one.least_s for one in _able(problem, timing))
+    problem = replace(problem, constraint=problem.constraint.with_latency(limit_s=0.8 * free_s))
+    found = initial_schedule(problem, timing)
+    assert found is not None and found.deployment.replicas == 4
 
 
 def given_schedule(opened: OpenedJob) -> Schedule:
