@@ -53,11 +53,6 @@ class VllmExecutor(DecoderOnly):
         self.restarts = self.peak_bytes = 0
         self._death: ExecutorDied | None = None  # that `is_ready` is to tell
 
-    @property
-    def start_s(self) -> float:
-        """Seconds that the engine took to start, the last time."""
-        return self.child.start_s
-
     def attach(self, requests: PoolRequests) -> None:
         self._requests = requests
 

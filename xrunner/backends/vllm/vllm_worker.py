@@ -78,7 +78,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch, *,
     executor = VllmExecutor(child, plan, settings_of, clock=clock, heartbeat=heartbeat)
 
     def report() -> RankReport:
-        return replace(executor.report(rank, executor.start_s, plan.model_dir, executor.peak_bytes,
+        return replace(executor.report(rank, child.start_s, plan.model_dir, executor.peak_bytes,
                                        plan.engine_version),
                        stage=replica.first_stage, replica=replica.number,
                        pool=replica.pools[0].name, restarts=executor.restarts)
