@@ -22,7 +22,7 @@ from xgpt.requests.spool import Spool
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.checkpoint.staging import release
 from xrunner.engine.head import Head, run_to_end
-from xrunner.engine.pipeline import RankReport
+from xrunner.engine.pipeline import ExecutorDied, RankReport
 from xrunner.files.heartbeat import of_replicas, read_heartbeats
 from xrunner.files.order_file import saved_order
 from xrunner.files.results import Answered, answered, count_results
@@ -50,6 +50,8 @@ def run_rank(plan: RunPlan, join: Callable[[], World],
         world.close()
     except XgptError as error:
         return _end(error, world)
+    except ExecutorDied as death:  # counts as this rank's own death
+        return _end(XgptError(str(death)), world, mark="")
     except (OSError, MemoryError, RuntimeError, ImportError) as error:
         if (words := run_error_words(error, plan.output)) is None:
             raise
@@ -75,10 +77,11 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _end(error: XgptError, world: World | None) -> int:
-    """Prints why this rank cannot go on, and ends all ranks."""
+def _end(error: XgptError, world: World | None, mark: str = "xgpt: ") -> int:
+    """Prints why this rank cannot go on, and ends all ranks. `mark`: begins what would end a
+    further start, too (xgpt.launch.process.RanksFailed)."""
     where = f"{name_of_rank()}: " if world is None else f"rank {world.comm.rank}: "
-    print(visible(f"xgpt: {where}{error}"), file=sys.stderr, flush=True)
+    print(visible(f"{mark}{where}{error}"), file=sys.stderr, flush=True)
     if world is not None:
         world.abort(error.exit_code)
     end_if_unconnected()
