@@ -86,9 +86,9 @@ class ProfileTiming:
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
             sharing=self._sharing,
-            # true of our own runner; imported tables hold such messages in their steps' times
+            # true of our own runner; other engines' steps hold such messages
             sends_in_groups=not profile.metadata.origin.startswith("imported") and any(
-                key.name == MessageKind.TRANSFER.value for key in profile.tables),
+                key.name == HANDOVER for key in profile.tables),
             # degrees whose all-reduces were measured, or which the fallback times
             tp_degrees=frozenset(degree for degree in profile.tp_degrees if any((
                 degree == 1, fallback is not None,

@@ -1,5 +1,6 @@
 """A stand-in for vLLM's engine, which answers by all tokens of a request."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from toys import VOCAB
@@ -29,7 +30,9 @@ class CountingCore:
         self._writers: dict[int, tuple[str, int]] = {}  # of prefixes: request, and prefix's end
         self._kept: dict[int, list[int]] = {}  # tokens of each prefix that is encoded
         self._starts: dict[str, SharedStart] = {}
+        self._underway = deque[dict[str, Token]]()  # tokens of the steps that have begun
         self.largest, self.most_requests, self.shared, self.passes = 0, 0, 0, 0
+        self.most_underway = 0
 
     def load(self, load: Load) -> None:
         """Nothing is started."""
@@ -37,7 +40,9 @@ class CountingCore:
     def await_ready(self, wait_s: float = 0.0) -> bool:
         return True
 
-    def step(self, step: Step) -> dict[str, Token]:
+    def send(self, step: Step) -> None:
+        assert not any(name in given for given in self._underway for name, _ in step.wanted), (
+            "vLLM feeds a token back once it is known")
         for name in step.ended:
             del self._requests[name]
         self._release(step.released)
@@ -47,7 +52,11 @@ class CountingCore:
         for wanted in passes(step.wanted, self.max_pass):
             given |= self._pass(wanted)
             self.passes += 1
-        return given
+        self._underway.append(given)
+        self.most_underway = max(self.most_underway, len(self._underway))
+
+    def finish(self) -> dict[str, Token]:
+        return self._underway.popleft()
 
     def _add(self, new: Added) -> None:
         assert new.name not in self._requests and new.generated < len(new.tokens)

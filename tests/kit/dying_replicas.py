@@ -74,13 +74,15 @@ class MortalCore(CountingCore):
         self._looks -= 1
         return self._looks < 0 or wait_s > 0 or not self.deaths
 
-    def step(self, step: Step) -> dict[str, Token]:
+    def send(self, step: Step) -> None:
         assert self.is_there, "a step of one that is gone"
         time.sleep(self._lag_s)
         self._may_die(self._per_step)
-        given = super().step(step)
+        super().send(step)
+
+    def finish(self) -> dict[str, Token]:
         self._may_die(self._per_step)
-        return given
+        return super().finish()
 
     def ask(self, question: Any) -> str | None:
         if self.is_there:
@@ -224,8 +226,9 @@ class MortalJob:
 
     def _head(self, rank: int, supply: Any) -> Head:
         core = MortalCore(random.Random(f"{self.seed} {rank}"), self.per_step, self.most_deaths)
+        settings = SimpleNamespace(load=None, stages=[1] * (1 + self.seed % 3))
         executor = VllmExecutor(core, self.plan,  # type: ignore[arg-type]
-                                lambda message: SimpleNamespace(load=None))  # type: ignore[arg-type]
+                                lambda message: settings)  # type: ignore[arg-type]
 
         def make_rule() -> BatchingRule:
             rule = RULES[self.policy]()

@@ -343,7 +343,9 @@ def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: T
                 "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
                     "python": job.run.engine_python or sys.executable,
                     "model_dir": str(needed.folder), "arguments": dict(job.run.engine_args),
-                    "device_kind": cluster.device.kind}}), encoding="utf-8")
+                    "device_kind": cluster.device.kind, "link": [
+                        cluster.intra_link.latency_s, cluster.intra_link.bandwidth_bytes_per_s]}}),
+                encoding="utf-8")
             try:
                 needed.launcher.run(RankProgram(
                     module=needed.engine.profiler, argument=request, count=count,

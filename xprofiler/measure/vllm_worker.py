@@ -220,13 +220,15 @@ class _OfVllm(Measuring):
         return None
 
     def add_network(self) -> None:
-        """Adds all-reduce tables of next to 0 s: all-reduces are part of the measured steps. vLLM
-        has no other messages under xgpt."""
-        metadata = self.request.metadata
+        """Adds all-reduce tables of next to 0 s: all-reduces are part of the measured steps.
+        Between stages vLLM sends a hidden state and a residual, by the rate of the node's link."""
+        metadata, (latency_s, rate) = self.request.metadata, self.request.engine["link"]
         self._recorder.add_network({
-            key: tuple(Sample(x=size, y=0.0, samples_s=(LEAST_S,)) for size in _ANY_SIZE)
+            key: tuple(Sample(x=size, y=0.0, samples_s=(
+                LEAST_S if key.name == ALL_REDUCE else 2 * (latency_s + size / rate),))
+                for size in _ANY_SIZE)
             for key in messages_between(self.request, metadata["ranks"], metadata["nodes"])
-            if key.name == ALL_REDUCE})
+            if key.link == self.request.near})
 
 
 def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1,

@@ -3,7 +3,7 @@ tests/vllm has the real one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,9 +26,10 @@ from xrunner.rules.steps import BatchingRule, Step
 
 
 def run(rule: BatchingRule, queries: Sequence[PreparedQuery],
-        core: CountingCore) -> tuple[Collector, VllmExecutor]:
+        core: CountingCore, stages: int = 1) -> tuple[Collector, VllmExecutor]:
     numbers = count()
-    executor = VllmExecutor(core, None, lambda message: SimpleNamespace(load=None),
+    settings = SimpleNamespace(load=None, stages=[1] * stages)
+    executor = VllmExecutor(core, None, lambda message: settings,
                             clock=lambda: float(next(numbers)))
     sink = Collector()
     head = Head(rule=rule, executor=executor, sink=sink,
@@ -56,8 +57,8 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("max_pass", [10_000, 16])
-def test_every_rule_gets_every_querys_own_tokens(name, max_pass):
+@pytest.mark.parametrize(("max_pass", "stages"), [(10_000, 1), (10_000, 2), (16, 1), (16, 3)])
+def test_every_rule_gets_every_querys_own_tokens(name, max_pass, stages):
     queries = random_queries(40)
     core, rule, evicted = CountingCore(max_pass), RULES[name](), list[int]()
     decide = rule.decide
@@ -68,7 +69,10 @@ def test_every_rule_gets_every_querys_own_tokens(name, max_pass):
         return step
 
     rule.decide = watched
-    sink, executor = run(rule, queries, core)
+    sink, executor = run(rule, queries, core, stages)
+    assert min(rule.num_groups, stages) <= core.most_underway <= stages
+    ends = [(one.start_s, one.end_s) for one in executor.log]
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends)), "one stage's"
     assert bool(evicted) == ("short of memory" in name)
     assert answers_of(sink) == {q.index: expected(q) for q in queries}
     assert core.largest <= max_pass

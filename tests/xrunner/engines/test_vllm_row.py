@@ -1,5 +1,5 @@
 """What the engine vllm refuses before anything is started, and what it plans: equal replicas, each
-one tensor-parallel group within a node."""
+of equal tensor-parallel groups within a node."""
 
 import sys
 from dataclasses import replace
@@ -67,7 +67,6 @@ def keys_of(refused: pytest.ExceptionInfo[InputError]) -> list[str]:
     (["schedule.tp_degree=16"], "schedule.tp_degree", "--headless"),
     (["schedule.tp_degree=3"], "schedule.tp_degree", "40 attention heads"),
     (["schedule={tp_degree: 8, replicas: 3}"], "schedule.replicas", "at most 2: 2 x 8 devices"),
-    (["schedule={tp_degree: 2, tp_gpus: 4}"], "schedule.tp_gpus", "all devices of a replica"),
     (["schedule.policy=waa-c"], "schedule.policy", "one of rra, ft, dsi, orca, vllm, sarathi"),
     (["model=t5-11b"], "model", "decoder-only"),
     (["model=gpt3-39b", "run.weights=random"], "run.weights", "none is written for gpt3-39b")])
@@ -88,6 +87,7 @@ def sizes_of(problem: Problem) -> list[tuple[int, int]]:
     ([], [(16, 1), (8, 2), (4, 3), (4, 4), (2, 5), (2, 6), (2, 7), (2, 8)]),
     (["schedule.tp_degree=4"], [(4, 4)]), (["schedule.replicas=8"], [(8, 1), (8, 2)]),
     (["schedule={tp_degree: 4, replicas: 3}"], [(3, 4)]),
+    (["schedule={tp_degree: 2, replicas: 2}"], [(2, 2), (2, 4), (2, 6), (2, 8)]),
     (["workload.requests={count: 3}"], [(3, 1), (3, 2), (3, 3), (3, 4), (2, 5), (2, 6), (2, 7),
                                         (2, 8)])])
 def test_replicas_are_equal_and_within_a_node(tmp_path, overrides, sizes):
@@ -128,17 +128,21 @@ def on_gpus(folder: Path, *overrides: str) -> OpenedJob:
                             "max: 200}, output_tokens: {mean: 50, std: 20, max: 90}}", *overrides])
 
 
-@pytest.mark.parametrize(("overrides", "replicas", "degree"), [
-    (["cluster=a100-16", "model=llama-3.1-8b"], 16, 1),
-    (["cluster=a100-16", "model=llama-3.1-70b"], 4, 4),
-    (["cluster=a40-4", "schedule.replicas=1"], 1, 4)])
-def test_a_plan_is_replicas_by_one_group_each(tmp_path, overrides, replicas, degree):
+@pytest.mark.parametrize(("overrides", "replicas", "degree", "stages"), [
+    (["cluster=a100-16", "model=llama-3.1-8b"], 16, 1, 1),
+    (["cluster=a100-16", "model=llama-3.1-70b"], 4, 4, 1),
+    (["cluster=a40-4", "schedule.replicas=1"], 1, 4, 1),
+    (["cluster=a40-4", "schedule={replicas: 1, tp_degree: 1}"], 1, 1, 4),
+    (["cluster=a40-4", "schedule={tp_degree: 2, tp_gpus: 4}"], 1, 2, 2)])
+def test_a_plan_is_replicas_of_equal_groups(tmp_path, overrides, replicas, degree, stages):
     found = plan_job(on_gpus(tmp_path, *overrides))
     deployment = found.schedule.deployment
     assert (deployment.replicas, deployment.tp_degree) == (replicas, degree)
-    assert len(deployment.stages) == 1 and not found.schedule.estimate.others
-    devices = f"{degree} device{'s' * (degree > 1)}"
-    assert f"{replicas} replica{'s' * (replicas > 1)} x {devices} (TP {degree}, PP 1)" in str(found)
+    assert [stage.tp_degree for stage in deployment.stages] == [degree] * stages
+    assert not found.schedule.estimate.others
+    devices = f"{degree * stages} device{'s' * (degree * stages > 1)}"
+    assert (f"{replicas} replica{'s' * (replicas > 1)} x {devices} (TP {degree}, PP {stages})"
+            in str(found))
     assert "vLLM on A" in str(found), "vLLM's constants"
 
 
@@ -160,10 +164,10 @@ def given_schedule(opened: OpenedJob) -> Schedule:
 
 
 @pytest.mark.parametrize(("schedule", "keys"), [
-    ("{policy: waa-c, replicas: 1}", ["schedule.policy", "schedule.stages"]),
+    ("{policy: waa-c, replicas: 1}", ["schedule.policy"]),
     ("{policy: orca, replicas: 1, tp_degree: 2, tp_gpus: 2}",
      ["schedule.stages"]),  # a group of two, and two single devices
-    ("{policy: orca, replicas: 1, tp_degree: 1}", ["schedule.stages"]),
+    ("{policy: orca, replicas: 1, tp_degree: 1}", []),
     ("{policy: orca, replicas: 4}", [])])
 def test_a_given_schedule_that_it_cannot_execute_is_refused(tmp_path, schedule, keys):
     opened = on_gpus(tmp_path, "cluster=a40-4", f"schedule={schedule}")

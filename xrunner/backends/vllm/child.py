@@ -18,6 +18,7 @@ from xrunner.backends.vllm import protocol
 from xrunner.backends.vllm.devices import await_freed, free_memory
 from xrunner.backends.vllm.protocol import (
     Failed,
+    Finish,
     Load,
     Loaded,
     PeakMemory,
@@ -91,7 +92,7 @@ class EngineChild:
         """Starts to load the model (`await_ready`)."""
         self.start()
         with suppress(ExecutorDied):  # as `await_ready` will say
-            self._send(load)
+            self.send(load)
         self._is_loading = True
 
     def await_ready(self, wait_s: float = LOAD_LIMIT_S) -> bool:
@@ -113,13 +114,18 @@ class EngineChild:
         self.start()
         if self._is_loading:
             self.await_ready()
-        self._send(question)
+        self.send(question)
         return self._receive(LOAD_LIMIT_S).value  # the first one may import much
 
     def step(self, step: Step) -> Mapping[str, Token]:
-        """Executes a step; returns the next token of each request whose input it ends. Raises
+        """Executes a step (`send`, `finish`)."""
+        self.send(step)
+        return self.finish()
+
+    def finish(self) -> Mapping[str, Token]:
+        """Ends the oldest step; returns the next token of each request whose input it ends. Raises
         ExecutorDied, and XgptError where the step would fail again."""
-        self._send(step)
+        self.send(Finish())
         since = time.monotonic()
         usual_s = self._limit_s or max(LEAST_S, STEPS * self._longest_s)
         # the first one may compile
@@ -156,7 +162,8 @@ class EngineChild:
                 os.killpg(process.pid, signal.SIGKILL)
                 time.sleep(_LOOK_S)
 
-    def _send(self, message: protocol.Request) -> None:
+    def send(self, message: protocol.Request) -> None:
+        """Sends a request; of a Step, `finish` brings the tokens. Raises ExecutorDied."""
         if self._line is None:
             raise ExecutorDied("vLLM's process has ended")
         try:

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,9 +89,17 @@ class RewindingGenerator(torch.Generator):
         return self.manual_seed(self.initial_seed())
 
 
-def rewind_draws(worker: Any) -> None:
-    """Lets this worker's requests draw by generators that can be reset."""
-    batch = worker.model_runner.input_batch
+def prepare(worker: Any) -> None:
+    """Lets this worker's requests draw by generators that can be reset. Makes the buffer of what a
+    stage takes from the one before, which vLLM makes in a trial run that CPUs skip."""
+    from vllm.distributed import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype,
+            device=runner.device)
+    batch = runner.input_batch
     add = batch.add_request
 
     def add_request(request: Any) -> Any:
@@ -154,6 +163,9 @@ class EngineCore:
 
         self._request, self._adapter = EngineCoreRequest, _adapter_of(load.adapter)
         self._tops: dict[str, int] = {}  # number of likeliest tokens that each request asks for
+        self._steps = deque[dict[str, Token]]()  # tokens so far of each step that has begun
+        # passes under way: (tokens of the step, vLLM's schedule, its futures)
+        self._passes = deque[tuple[dict[str, Token], Any, Any, Any]]()
         # the batching rule relies on these
         config = config_of({**load.arguments, "scheduler_cls": SCHEDULER,
                             "async_scheduling": False})
@@ -161,7 +173,7 @@ class EngineCore:
         try:
             self._core = Core(config, Executor.get_class(config), log_stats=False)
             if config.device_config.device_type == "cpu":
-                self._core.model_executor.collective_rpc(rewind_draws)
+                self._core.model_executor.collective_rpc(prepare)
         except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as cause:
             raise XgptError(f"vLLM does not start: {cause}") from cause
         self.max_pass: int = config.scheduler_config.max_num_batched_tokens
@@ -192,30 +204,44 @@ class EngineCore:
         if names:
             self._core.abort_requests(list(names))
 
-    def step(self, step: Step) -> dict[str, Token]:
-        """Executes a step in as few passes as vLLM allows. Returns the next token of each request
-        whose input it ended. Raises XgptError if vLLM schedules anything else."""
+    def begin(self, step: Step) -> None:
+        """Begins a step, in as few passes as vLLM allows, while others are under way in other
+        stages. Raises XgptError if vLLM schedules anything else."""
         self._end(step.ended)
         if step.released:
             self._core.scheduler.release(step.released)
         for new in step.added:
             self._add(new)
         given = dict[str, Token]()
+        self._steps.append(given)
+        scheduler, executor = self._core.scheduler, self._core.model_executor
         for wanted in passes(step.wanted, self.max_pass):
-            given |= self._pass(wanted)
+            if len(self._passes) == self._core.batch_queue_size:  # one a stage
+                self._end_pass()
+            scheduler.want(wanted)
+            output = scheduler.schedule()
+            executed = executor.execute_model(output, non_block=True)
+            self._passes.append((given, output, executed, executor.sample_tokens(
+                scheduler.get_grammar_bitmask(output), non_block=True)))
+
+    def finish(self) -> dict[str, Token]:
+        """Ends the oldest step. Returns the next token of each request whose input it ended."""
+        given = self._steps.popleft()
+        while any(one[0] is given for one in self._passes):
+            self._end_pass()
         return given
 
-    def _pass(self, tokens: Mapping[str, int]) -> dict[str, Token]:
-        self._core.scheduler.want(tokens)
-        outputs, _ = self._core.step()
-        given = {one.request_id: Token(
+    def _end_pass(self) -> None:
+        given, scheduled, executed, sampled = self._passes.popleft()
+        executed.result()  # raises what went wrong
+        outputs = self._core.scheduler.update_from_output(scheduled, sampled.result())
+        given |= {one.request_id: Token(
             one.new_token_ids[0], not one.num_nans_in_logits, one.finish_reason is not None,
             _likelihood(one.new_logprobs, self._tops[one.request_id]))
             for client in outputs.values() for one in client.outputs if one.new_token_ids}
         for name, token in given.items():
             if token.is_end:
-                del self._tops[name]
-        return given
+                self._tops.pop(name, None)
 
     def peak_memory_bytes(self) -> int:
         """Peak memory of all processes together, in bytes."""

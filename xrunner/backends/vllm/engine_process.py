@@ -18,6 +18,7 @@ from xrunner.backends.vllm.protocol import (
     Check,
     Failed,
     FindCalls,
+    Finish,
     Load,
     Loaded,
     PeakMemory,
@@ -36,9 +37,12 @@ class Served:
         self._finder: ToolCallFinder | None = None
 
     def answer(self, asked: protocol.Request) -> Any:
-        """The answer to a request. Raises XgptError where it would fail again."""
+        """The answer to a request; None: it has none. Raises XgptError where it would fail
+        again."""
         if isinstance(asked, Step):
-            return Tokens.of(self.core.step(asked))
+            return self.core.begin(asked)
+        if isinstance(asked, Finish):
+            return Tokens.of(self.core.finish())
         if isinstance(asked, Load):
             self._core = EngineCore(asked)
             return Loaded(self._core.max_pass, self._core.max_tokens)
@@ -76,7 +80,8 @@ def main(arguments: list[str]) -> int:
                 served.close()
                 return 0
             try:
-                rank.send(served.answer(asked))
+                if (answer := served.answer(asked)) is not None:
+                    rank.send(answer)
             except XgptError as error:
                 rank.send(Failed(str(error), is_final=True))
                 return 1

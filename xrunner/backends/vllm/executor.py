@@ -1,7 +1,10 @@
 """Executes the rule's steps with vLLM: one request of vLLM's per slot."""
 
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -17,6 +20,7 @@ from xrunner.backends.vllm.child import LOAD_LIMIT_S, EngineChild
 from xrunner.backends.vllm.protocol import Added, Check, Request, SharedStart, Step, Token
 from xrunner.backends.vllm.settings import EngineSettings, base_arguments
 from xrunner.comm.messages import StartMessage, StepMessage
+from xrunner.devices import Arriving
 from xrunner.engine.pipeline import ExecutorDied
 from xrunner.engine.pool_requests import PoolRequests
 from xrunner.files.heartbeat import Heartbeat
@@ -31,6 +35,23 @@ from xrunner.step_record import StepSizes, decoded_sizes, equal_input_tokens
 
 # token of a full request in an unfinished batch
 _DEAD = Token(0)
+
+
+class _Underway(Arriving):
+    """Tokens of a step that has begun. `take`: reads what vLLM gave. `underway`: such steps, oldest
+    first."""
+
+    def __init__(self, take: Callable[[Mapping[str, Token]], Tensor], child: EngineChild,
+                 underway: deque[_Underway]) -> None:
+        self._take, self._child, self._underway = take, child, underway
+        self._tokens: Tensor | None = None
+        underway.append(self)
+
+    def wait(self) -> Tensor:
+        while self._tokens is None:
+            oldest = self._underway.popleft()
+            oldest._tokens = oldest._take(self._child.finish())
+        return self._tokens
 
 
 class VllmExecutor(DecoderOnly):
@@ -50,6 +71,8 @@ class VllmExecutor(DecoderOnly):
         self._ended: set[str] = set()  # requests that are full
         self._held: dict[str, int] = {}  # cached tokens of each request
         self._joining, self._leaving = list[Added](), list[str]()  # with the next step
+        self._underway = deque[_Underway]()
+        self._num_stages, self._ended_s = 1, 0.0  # the second: when a step last ended
         self.restarts = self.peak_bytes = 0
         self._death: ExecutorDied | None = None  # that `is_ready` is to tell
 
@@ -65,8 +88,11 @@ class VllmExecutor(DecoderOnly):
         self._held.clear()
         self._joining, self._leaving = [], []
         self.restarts += not is_first
+        self._underway.clear()
+        settings = self._settings_of(message)
+        self._num_stages = len(settings.stages)
         self._note(f"loading vLLM, at most {format_seconds(LOAD_LIMIT_S)}")
-        self.child.load(self._settings_of(message).load)
+        self.child.load(settings.load)
         if is_first:
             self._await_first()
 
@@ -122,10 +148,11 @@ class VllmExecutor(DecoderOnly):
             self.peak_bytes = self.child.peak_memory_bytes()
         self.child.close()
 
-    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
+    def execute(self, message: StepMessage, inputs: Tensor) -> Arriving:
         """Next tokens [n]: of decoding requests by slot, then of those whose encoding ends. Packed
         with likelihoods where asked for (xrunner.ops.likelihoods.packed). `inputs`: tokens; vLLM
-        already has those of decoding requests. Raises ExecutorDied."""
+        already has those of decoding requests. As many steps as the engine has stages are under
+        way at a time. Raises ExecutorDied."""
         if self.heartbeat is not None:
             self.heartbeat.begin(message)
         start_s, slots = self._clock(), self._groups[message.group]
@@ -144,20 +171,30 @@ class VllmExecutor(DecoderOnly):
             ends = joined
         sizes, wanted = self._sizes(decoded, encoded), decoded + encoded
         was_ended = frozenset(self._ended)
-        gained = self.child.step(Step(
-            [one for one in wanted if one[0] not in was_ended], self._joining, self._leaving,
-            message.released))
-        self._joining, self._leaving = [], []
-        self._ended.update(name for name, token in gained.items() if token.is_end)
         given = [slots.seats[slot] for slot in decoding] + ends
-        self.record(message, len(given), len(inputs), start_s, sizes,
-                    seats=sum(len(slots.seats) for slots in self._groups))
-        tokens_given = [_DEAD if name in was_ended else gained[name] for name in given]
-        tokens = torch.tensor([token.value if token.is_finite else NOT_FINITE
-                               for token in tokens_given], dtype=torch.long)
-        known = [token.likelihood for token in tokens_given]
-        return packed(tokens, [None if one is None else as_row(one) for one in known]) if any(
-            known) else tokens
+        self.child.send(Step([one for one in wanted if one[0] not in was_ended], self._joining,
+                              self._leaving, message.released))
+        self._joining, self._leaving = [], []
+
+        def take(gained: Mapping[str, Token]) -> Tensor:
+            self._ended.update(name for name, token in gained.items() if token.is_end)
+            # its time on a stage: from the step before it, or an equal part of all
+            seconds = (now_s := self._clock()) - max(start_s, self._ended_s)
+            seconds *= min(len(self._groups), self._num_stages) / self._num_stages
+            self.record(message, len(given), len(inputs), now_s - seconds, sizes,
+                        seats=sum(len(slots.seats) for slots in self._groups))
+            self._ended_s = self.log[-1].end_s
+            tokens_given = [_DEAD if name in was_ended else gained[name] for name in given]
+            tokens = torch.tensor([token.value if token.is_finite else NOT_FINITE
+                                   for token in tokens_given], dtype=torch.long)
+            known = [token.likelihood for token in tokens_given]
+            return packed(tokens, [None if one is None else as_row(one) for one in known]) if any(
+                known) else tokens
+
+        step = _Underway(take, self.child, self._underway)
+        if len(self._underway) == self._num_stages:
+            self._underway[0].wait()
+        return step
 
     def _end(self, names: Sequence[str]) -> None:
         self._leaving += [name for name in names if name not in self._ended]

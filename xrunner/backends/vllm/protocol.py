@@ -1,7 +1,7 @@
 """Messages between a rank and the process that holds its vLLM engine, each a pickle on a socket of
-their own. The rank asks, and each request has one answer, in order. Needs the standard library
-alone: the two processes run in interpreters with different packages, and perhaps of different
-versions."""
+their own. The rank asks, and each request but Step has one answer, in order. Needs the standard
+library alone: the two processes run in interpreters with different packages, and perhaps of
+different versions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -59,8 +59,8 @@ class Loaded(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Executes one step: Tokens. First, requests end, prefixes are released, and requests join.
-    `wanted`: (request, number of tokens), in order."""
+    """Begins a step, without an answer. First, requests end, prefixes are released, and requests
+    join. `wanted`: (request, number of tokens), in order."""
 
     wanted: Sequence[tuple[str, int]]
     added: Sequence[Added] = ()
@@ -76,6 +76,10 @@ class Token(NamedTuple):
     is_finite: bool = True
     is_end: bool = False
     likelihood: TokenLikelihood | None = None
+
+
+class Finish(NamedTuple):
+    """Ends the oldest step that has begun: Tokens."""
 
 
 class Tokens(NamedTuple):
@@ -121,7 +125,7 @@ class Failed(NamedTuple):
     is_final: bool = False
 
 
-Request = Check | Load | Step | FindCalls | PeakMemory
+Request = Check | Load | Step | Finish | FindCalls | PeakMemory
 
 
 def passes(wanted: Sequence[tuple[str, int]], most: int) -> Iterator[dict[str, int]]:

@@ -162,8 +162,8 @@ _OURS = {
     "async_scheduling": "off: the rule decides step by step", "load_format": "`run.weights`",
     "skip_tokenizer_init": "xgpt's own tokenizer", "enable_prefix_caching": "`schedule.prefixes`",
     "tensor_parallel_size": "`schedule.tp_degree`",
-    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size"),
-                    "1: a replica is one tensor-parallel group"),
+    "pipeline_parallel_size": "`schedule.tp_degree` and `schedule.replicas`",
+    "prefill_context_parallel_size": "1: a stage is one tensor-parallel group",
     **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"),
                     "none: a replica lies within a node"),
     **dict.fromkeys(("distributed_executor_backend", "device_ids", "numa_bind", "numa_bind_nodes",
@@ -174,8 +174,9 @@ _OURS = {
 }
 
 
-# most stages of a replica. Each of its devices has a part of every layer.
-MOST_STAGES = 1
+# Most stages of a replica, a tensor-parallel group each: a job that fixes its numbers of replicas
+# and of devices in a group asks for a pipeline on the rest; the search has none.
+MOST_STAGES, SEARCHED_STAGES = 64, 1
 
 
 def runs_here(name: str) -> bool:
@@ -255,8 +256,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """The problem with policies of one pool, on equal replicas that are a tensor-parallel group
-    each. Raises InputError."""
+    """The problem with policies of one pool, on equal replicas of equal tensor-parallel groups.
+    Raises InputError."""
     fixed, able = problem.fixed, [row.name for row in policies()
                                   if runs_here(row.name) and row.is_searched]
     if schedule is not None:
@@ -265,7 +266,8 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
                         tp_degree=deployment.tp_degree, tp_gpus=deployment.tp_gpus)
     if mistakes := [*_unknown(job, problem, fixed), *_not_executed(job, problem, schedule)]:
         raise InputError(mistakes)
-    return replace(problem, most_stages=MOST_STAGES,
+    asks = fixed.tp_degree is not None and (fixed.replicas, fixed.tp_gpus) != (None, None)
+    return replace(problem, most_stages=MOST_STAGES if asks else SEARCHED_STAGES,
                    fixed=replace(fixed, policies=fixed.policies or tuple(able)))
 
 
@@ -273,10 +275,11 @@ def _not_executed(job: Job, problem: Problem, schedule: Schedule | None) -> Iter
     """Yields what vLLM cannot execute of a given schedule."""
     if schedule is None:
         return
-    stages, others = len(schedule.deployment.stages), len(schedule.estimate.others)
-    if stages > MOST_STAGES:
-        yield mistake(job, "schedule.stages", stages, "1: with the engine vllm a "
-                      "replica is one tensor-parallel group")
+    degrees = sorted({stage.tp_degree for stage in schedule.deployment.stages})
+    others = len(schedule.estimate.others)
+    if len(degrees) > 1:
+        yield mistake(job, "schedule.stages", degrees, "of one tensor-parallel degree, with the "
+                      "engine vllm")
     if others:
         yield mistake(job, "schedule.others", others, "none: replicas of the engine "
                       "vllm are all of one shape")
@@ -284,7 +287,7 @@ def _not_executed(job: Job, problem: Problem, schedule: Schedule | None) -> Iter
 
 def _unknown(job: Job, problem: Problem, fixed: FixedSchedule) -> Iterator[Mistake]:
     """Yields what vLLM cannot execute of a model, or of the values `fixed` of a schedule."""
-    cluster, degree, gpus = problem.cluster, fixed.tp_degree or 1, fixed.tp_gpus
+    cluster, degree = problem.cluster, fixed.tp_degree or 1
     nodes, each = cluster.num_nodes, cluster.devices_per_node
     yield from _of_two_pools(job, fixed.policies)
     if problem.model.is_encoder_decoder:
@@ -305,9 +308,6 @@ def _unknown(job: Job, problem: Problem, fixed: FixedSchedule) -> Iterator[Mista
     elif (fixed.replicas or 1) > (most := nodes * (each // degree)):
         yield mistake(job, "schedule.replicas", fixed.replicas, f"at most {most}: {nodes} x {each} "
                       f"devices hold no more replicas of {degree} (schedule.tp_degree)")
-    if fixed.tp_degree is not None and (gpus or 1) not in (1, degree):
-        yield mistake(job, "schedule.tp_gpus", gpus, "left out, or schedule.tp_degree: with the "
-                      "engine vllm all devices of a replica divide its layers")
 
 
 def identity(job: Job) -> str:

@@ -19,7 +19,8 @@ _TOKENIZER = "tokenizer_config.json"
 class EngineSettings:
     """Settings of one engine.
 
-    `tp_degree`: processes that divide each layer. `cores`: those of each process on CPUs.
+    `tp_degree`: processes that divide each layer. `stages`: number of layers of each stage of a
+    pipeline; one has all if none are given. `cores`: those of each process on CPUs.
     `max_tokens`: positions of the longest request. `kv_tokens`: KV tokens of all requests together,
     of `kv_token_bytes` each over all processes. `most_tokens`: tokens of one pass. `is_random`:
     random weights. `arguments`: run.engine_args, which override ours. `has_prefixes`: requests
@@ -33,6 +34,7 @@ class EngineSettings:
     kv_token_bytes: int
     cores: Sequence[Sequence[int]] = ()
     tp_degree: int = 1
+    stages: Sequence[int] = (1,)
     device_kind: str = "cpu"
     is_random: bool = False
     most_tokens: int = MOST_TOKENS
@@ -58,16 +60,20 @@ class EngineSettings:
             "load_format": "dummy" if self.is_random else "auto",
             "enforce_eager": is_cpu, "disable_log_stats": True,
             "tensor_parallel_size": self.tp_degree, "block_size": block,
+            "pipeline_parallel_size": len(self.stages),
             # windowed layers keep all tokens, as planned: separate groups of layers would take a
             # block of each per request, and there are not that many
             "disable_hybrid_kv_cache_manager": True,
             **base_arguments(self.model_dir, self.dtype, self.arguments)}
         # counts logits that are not finite
         environment = {"VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
-        if self.tp_degree > 1:  # the engine's process has threads, so a fork is unsafe
+        if self.tp_degree * len(self.stages) > 1:  # a process with threads must not fork
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        if len(self.stages) > 1:
+            environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, self.stages))
         if is_cpu:
-            bytes_each = self.num_blocks * block * -(-self.kv_token_bytes // self.tp_degree)
+            bytes_each = self.num_blocks * block * -(
+                -self.kv_token_bytes * max(self.stages) // sum(self.stages) // self.tp_degree)
             # its default binding reserves a core, and takes the others' hyperthreads
             environment |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "|".join(

@@ -72,8 +72,11 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch, *,
 
     def settings_of(message: StartMessage) -> EngineSettings:
         own = settings(plan, replica, message)
-        return replace(own, tp_degree=shape.tp_degree, cores=cores_of_each(
-            [int(core) for core in devices], shape.devices_per_replica, threads) if is_cpu else ())
+        return replace(
+            own, tp_degree=shape.stages[0].tp_degree,
+            stages=[stage.num_layers for stage in shape.stages], cores=cores_of_each(
+                [int(core) for core in devices], shape.devices_per_replica, threads)
+            if is_cpu else ())
 
     executor = VllmExecutor(child, plan, settings_of, clock=clock, heartbeat=heartbeat)
 
