@@ -24,6 +24,7 @@ from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.query import PreparedQuery
 
 RANK, ENGINE = b"xrunner.backends.vllm.vllm_worker", b"xrunner.backends.vllm.engine_process"
+STARTED: list[subprocess.Popen[bytes]] = []  # for a test that fails to end
 WINDOW_S = 2.5  # in which each rank writes its heartbeat
 
 
@@ -54,6 +55,7 @@ class ReplicaJob:
             self.process = subprocess.Popen(
                 [*by_data_sheets.COMMAND, "submit", str(self.file), "--json",
                  *sets(*self.overrides)], stdout=out, stderr=err, env=self.environ)
+        STARTED.append(self.process)
 
     def end(self, timeout_s: float = 900) -> dict[str, Any]:
         """What `--json` printed, the exit code, and what was said; all that ran has ended."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import toys
 from faults import wait
-from vllm_replicas import Processes, ReplicaJob, inject, replica_job, traces
+from vllm_replicas import STARTED, Processes, ReplicaJob, inject, replica_job, traces
 
 from xrunner.files.sink import read_underway
 from xrunner.query import PreparedQuery
@@ -27,6 +27,15 @@ SCHEDULES = {
     "prefill-first": "policy: vllm, max_active: 3, token_budget: 64, order: input"}
 KINDS = ("kill an engine", "kill a rank", "kill the launcher", "stop an engine")
 FAULTS = 20  # over all policies
+
+
+@pytest.fixture(autouse=True)
+def _ended():
+    yield
+    for process in STARTED:
+        process.kill()
+        process.wait()
+    STARTED.clear()
 
 
 @pytest.fixture(scope="module")
