@@ -94,6 +94,7 @@ def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
     world.barrier()
     clock.restart()
     serve_stage(neighbours, executor)
+    world.barrier()
     world.gather(_report(plan, rank, executor, load_s))
 
 

@@ -163,13 +163,14 @@ class Head:
         self.changes: Changes | None = None  # the latest, of the rule's settings
         executor.attach(self.requests)
 
-    def submit(self, query: PreparedQuery) -> bool:
+    def submit(self, query: PreparedQuery, *, is_known: bool = False) -> bool:
         """Queues a request; returns False if it can never fit the schedule's KV budget. One whose
-        deadline has passed, or that the executor refuses, does not begin."""
+        deadline has passed, or that the executor refuses, does not begin. `is_known`: it was queued
+        before."""
         if query.expires_at <= time.time():
             self._unanswered.append((query, EXPIRED, EXPIRED))
             return True
-        if (why := self.executor.refusal(query)) is not None:
+        if not is_known and (why := self.executor.refusal(query)) is not None:
             self._unanswered.append((query, "error", why))
             return True
         self._expires_at = min(self._expires_at, query.expires_at)
@@ -194,7 +195,7 @@ class Head:
             self._expires_at = math.inf
             for query in self.requests.remove(withdraw_waiting(
                     self.rule, self.requests.num_waiting)):
-                self.submit(query)
+                self.submit(query, is_known=True)
         for query, reason, why in self._unanswered:
             self.sink.finished(FinishedQuery(
                 query=query, output_ids=(), finish_reason=reason, text="", error=why,

@@ -146,7 +146,9 @@ def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     state = "done" if is_complete and not sink.leaves_some else "stopped"
     sink.close(wall_s, state)
     world.comm.flush()
-    reports = world.gather(report()) or []
+    own = report()
+    world.barrier()
+    reports = world.gather(own) or []
     write_measured(sink.output, RunOutcome(
         state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
         num_held=sink.num_held, facts={**sink.deadlines.facts, **(sink.sharing.facts(

@@ -88,6 +88,7 @@ def work(plan: RunPlan, world: World, load: Load) -> None:
         world.comm.flush()
         encoded_tokens = head.encoded_tokens
     loaded.executor.close()
+    world.barrier()  # a replica may end long before others: a gather would spin
     world.gather(replace(loaded.report(), encoded_tokens=encoded_tokens))
 
 

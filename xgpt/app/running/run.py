@@ -218,7 +218,8 @@ class Run:
         """Checks the ranks while they work; called often. Raises StoppedEarly, RanksHang or
         XgptError to end them."""
         guard.look()
-        self._deaths.read()
+        if engine_of(self.opened.job).rank_per_replica:
+            self._deaths.read()
         for death in self._deaths.engines[self._num_told:]:
             self.tell.end_progress()
             self.tell.say(paragraph(

@@ -69,7 +69,8 @@ def main(arguments: list[str]) -> int:
     """Answers requests until the socket is closed, or one fails; returns the exit code."""
     end_with_launcher()
     if os.getppid() != int(arguments[1]):
-        return 1  # which ended before this process could ask to end with it
+        print(f"xgpt: process {arguments[1]}, which started this one, is gone or not its parent")
+        return 1
     served = Served()
     with Connection(int(arguments[0])) as rank:
         rank.send(protocol.VERSION)
