@@ -30,9 +30,9 @@ def two_replicas(python: str, folder: Path, out: Path, policy: str, variables: d
                  outputs: Sequence[int]) -> tuple[Problem, Estimate]:
     """Runs the queries by two ranks with an engine each, without the command around them."""
     out.mkdir()
-    problem = problem_for(folder, QUERIES, outputs, 2)
+    problem = problem_for(folder, QUERIES, outputs)
     one = estimated(policy, problem, **variables)
-    given(one.in_copies(2), problem, out / "schedule.json")
+    given(one.in_copies(2), problem_for(folder, QUERIES, outputs, 2), out / "schedule.json")
     requests = out.with_suffix(".jsonl")
     requests.write_text("".join(json.dumps(line) + "\n" for line in as_requests(QUERIES)))
     plan = replace(toy_plan(folder, out, query_kv_tokens=100), engine="vllm", routing=FIXED,
