@@ -236,6 +236,8 @@ class Head:
         known. Returns (requests that had begun, those that had not), by index."""
         assert self.make_rule is not None, f"{self.rule = } cannot begin again"
         self._give_out()
+        if self.executor.heartbeat is not None:
+            self.executor.heartbeat.give_up()
         begun, new = self.requests.abandon()
         begun += [query.query.index for query in self._due]
         self._due.clear()

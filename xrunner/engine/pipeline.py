@@ -37,6 +37,10 @@ class ExecutorDied(Exception):
     """The process that executes the steps is gone, with all requests at work in it."""
 
 
+class DiedAlone(Exception):
+    """The process died at work on requests under suspicion: the launcher decides."""
+
+
 class Executor:
     """One rank's part of a stage (xrunner.engine.stage.StageExecutor). Defaults hold for models
     without an encoder."""

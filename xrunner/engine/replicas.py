@@ -18,7 +18,7 @@ from xgpt.core.errors import XgptError
 from xrunner.comm.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 from xrunner.comm.point_to_point import Comm
 from xrunner.engine.head import Head, Supply
-from xrunner.engine.pipeline import ExecutorDied
+from xrunner.engine.pipeline import DiedAlone, ExecutorDied
 from xrunner.engine.pool_requests import lengths_so_far
 from xrunner.files.deaths import Deaths, EngineDeath
 from xrunner.files.sink import RunSink
@@ -131,6 +131,8 @@ class ToReplicas(Supply):
             revision, phase = message.changed
             self.sink.launcher.note_change(message.replica, revision, phase, head.clock(),
                                             self.changes.pop((message.replica, revision)))
+        if message.given_back is not None:
+            self._come_back(head, message.replica, message.given_back)
         if message.has_ended:
             self._comm.send(self._heads[message.replica - 1], StopMessage())
             return
@@ -138,8 +140,6 @@ class ToReplicas(Supply):
             self._lose(head, message.replica, message.lost, message.died)
         elif message.is_ready and not replica.is_gone:
             self.router.away.discard(message.replica)
-        if message.given_back is not None:
-            self._come_back(head, message.replica, message.given_back)
         self._supply(head, message.replica)
 
     def close(self, head: Head) -> bool:
@@ -169,23 +169,26 @@ class ToReplicas(Supply):
 
     def died(self, head: Head, death: ExecutorDied) -> None:
         lost = head.abandon()
-        if len(self._order) == 1:  # alone here, it may be the cause: the launcher decides
-            raise death
         self._lose(head, 0, lost, str(death))
         if not self._accounts[0].is_gone:
             head.start()
 
     def _lose(self, head: Head, replica: int, lost: Sequence[Sequence[int]], why: str) -> None:
         """Gives the requests of a replica to others. `lost`: (begun, not begun). Those that were
-        begun at two deaths are left to the launcher. Raises XgptError if no replica is left."""
+        begun at two deaths are left to the launcher. Raises XgptError if no replica is left,
+        DiedAlone."""
         account, (begun, new), deaths = self._accounts[replica], lost, self._deaths
         assert deaths is not None, f"{why = }"
+        if not deaths.suspects.isdisjoint(begun):  # that run by themselves
+            raise DiedAlone(why)
         places = account.remove({*begun, *new}, self._order)
         account.begun, account.at_work = account.done, {}
         deaths.add(begun, EngineDeath(replica, len(places), why))
         account.is_gone = deaths.restarts_left < 0
         if account.is_gone and replica:
             self._comm.send(self._heads[replica - 1], PortionMessage(is_last=True))
+        if self._has_sent_last or self.sink.should_stop():
+            return  # the run ends before all are done
         here = [number for number, one in enumerate(self._accounts) if not one.is_gone]
         if not here:
             raise XgptError(f"no replica is left, and all restarts are used up (run.restarts). "

@@ -120,6 +120,10 @@ class Heartbeat:
         """Records that the rank has received this step."""
         self._message, self._since_s = message, time.time()
 
+    def give_up(self) -> None:
+        """Records that the step under way, if any, will not be done."""
+        self._since_s = None
+
     def __call__(self, now_s: float, busy_s: float, queries: int,
                  step: StepRecord | None = None) -> None:
         """Records a `step` that is done. `now_s`: since the run's start. `queries`: in its

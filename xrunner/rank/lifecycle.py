@@ -22,7 +22,7 @@ from xgpt.requests.spool import Spool
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.checkpoint.staging import release
 from xrunner.engine.head import Head, run_to_end
-from xrunner.engine.pipeline import ExecutorDied, RankReport
+from xrunner.engine.pipeline import DiedAlone, ExecutorDied, RankReport
 from xrunner.files.heartbeat import of_replicas, read_heartbeats
 from xrunner.files.order_file import saved_order
 from xrunner.files.results import Answered, answered, count_results
@@ -50,7 +50,7 @@ def run_rank(plan: RunPlan, join: Callable[[], World],
         world.close()
     except XgptError as error:
         return _end(error, world)
-    except ExecutorDied as death:  # counts as this rank's own death
+    except (ExecutorDied, DiedAlone) as death:  # counts as this rank's own death
         return _end(XgptError(str(death)), world, mark="")
     except (OSError, MemoryError, RuntimeError, ImportError) as error:
         if (words := run_error_words(error, plan.output)) is None:

@@ -337,22 +337,22 @@ class Router:
         return found
 
     def take_back(self, replica: int, places: Sequence[int]) -> None:
-        """Takes the requests that a replica returns on a recall, and assigns them to its takers; to
-        itself instead of one that is away. `places`: indices of the last ones waiting there, in
-        order; none if all have begun."""
+        """Takes the requests that a replica returns on a recall, and assigns them to its takers.
+        `places`: indices of the last ones waiting there, in order; none if all have begun."""
         takers = self._takers.pop(replica)
         self._has_none[replica] = len(places) < len(takers)
         for place, taker in zip(places, takers, strict=False):
-            self._shares[replica if taker in self.away else taker].append(place)
+            self._shares[taker].append(place)
 
     def give_back(self, replica: int, places: Sequence[int], others: Sequence[int]) -> None:
         """Assigns all requests of a replica that goes away to `others`, in turn and before their
         own. `places`: indices of those that it has, in order."""
         self.away.add(replica)
+        self._takers = {giver: tuple(others[0] if taker == replica else taker for taker in takers)
+                        for giver, takers in self._takers.items()}
         self._shares[replica], left = deque(), [*places, *self._shares[replica]]
         for turn, place in enumerate(reversed(left)):
             self._shares[others[turn % len(others)]].appendleft(place)
-        self._supplied[replica] = False  # what it gets next is its own
 
     def _take_over(self, replica: int, waiting: int, most: int) -> list[int]:
         """Takes requests of the largest share, so that both replicas have equally many waiting. The

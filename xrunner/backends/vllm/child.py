@@ -1,8 +1,10 @@
 """The process that holds a rank's vLLM engine, as the rank sees it: started, asked, restarted."""
 
+import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -58,7 +60,7 @@ class EngineChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
         self.loaded: Loaded | None = None  # set once it is ready
-        self._loads_since = 0.0
+        self._loads_since = self._load_until = 0.0
         self._is_loading = False
         self.start_s = 0.0  # seconds from the last start until it was ready
 
@@ -66,12 +68,14 @@ class EngineChild:
         """Starts the process, which imports vLLM meanwhile; it does nothing if it runs."""
         if self._process is not None:
             return
-        mode = "ab"
         if self._free is None:
-            self._free, mode = free_memory(self._gpus) if self._gpus else 0, "wb"
+            self._free = free_memory(self._gpus) if self._gpus else 0
         elif self._gpus:
             await_freed(self._gpus, self._free)
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # of a process that is stopped
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack(
+                "ll", math.ceil(self._limit_s or FIRST_STEP_S), 0))
         environment = {**without_other_launchers(os.environ), **QUIET,
                        **_ALONE, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}
         for name in _PORTS & environment.keys():
@@ -80,7 +84,7 @@ class EngineChild:
             usual = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm"
             root = Path(environment.get("VLLM_CACHE_ROOT", usual))
             environment["VLLM_CACHE_ROOT"] = str(root / f"replica-{self._replica}")
-        with theirs, self._log.open(mode) as log:
+        with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command_of(self._python, _MODULE), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
@@ -94,12 +98,13 @@ class EngineChild:
         with suppress(ExecutorDied):  # as `await_ready` will say
             self.send(load)
         self._is_loading = True
+        self._load_until = time.monotonic() + LOAD_LIMIT_S
 
     def await_ready(self, wait_s: float = LOAD_LIMIT_S) -> bool:
         """Waits for so many seconds at most until the model is loaded; returns whether it is.
         Raises ExecutorDied where it cannot be."""
         while self._is_loading:
-            left_s = self._loads_since + LOAD_LIMIT_S - time.monotonic()
+            left_s = self._load_until - time.monotonic()
             if left_s <= 0:
                 raise self._died(f"did not load the model within {format_seconds(LOAD_LIMIT_S)}")
             if not self._has_come(min(wait_s, left_s)) and wait_s < left_s:
@@ -109,13 +114,14 @@ class EngineChild:
                 self.start_s = time.monotonic() - self._loads_since
         return self.loaded is not None
 
-    def ask(self, question: protocol.Request) -> Any:
-        """The answer to a question other than Load and Step. Raises ExecutorDied."""
+    def ask(self, question: protocol.Request, limit_s: float = LOAD_LIMIT_S) -> Any:
+        """The answer to a question other than Load and Step, the first of which may import much.
+        Raises ExecutorDied."""
         self.start()
         if self._is_loading:
             self.await_ready()
         self.send(question)
-        return self._receive(LOAD_LIMIT_S).value  # the first one may import much
+        return self._receive(limit_s).value
 
     def step(self, step: Step) -> Mapping[str, Token]:
         """Executes a step (`send`, `finish`)."""
@@ -137,7 +143,7 @@ class EngineChild:
 
     def peak_memory_bytes(self) -> int:
         """Peak memory of the engine's processes, in bytes; 0 where it does not run."""
-        return int(self.ask(PeakMemory())) if self.await_ready(0.0) else 0
+        return int(self.ask(PeakMemory(), _END_S)) if self.await_ready(0.0) else 0
 
     def close(self) -> None:
         """Ends the process, and waits for it."""
@@ -165,15 +171,17 @@ class EngineChild:
     def send(self, message: protocol.Request) -> None:
         """Sends a request; of a Step, `finish` brings the tokens. Raises ExecutorDied."""
         if self._line is None:
-            raise ExecutorDied("vLLM's process has ended")
+            raise self._died("has ended")
         try:
             self._line.send(message)
+        except BlockingIOError:
+            raise self._died("takes no message") from None
         except OSError:
             raise self._died() from None
 
     def _has_come(self, wait_s: float) -> bool:
         if self._line is None:
-            raise ExecutorDied("vLLM's process has ended")
+            raise self._died("has ended")
         try:
             return self._line.poll(max(wait_s, 0.0))
         except OSError:
@@ -194,10 +202,12 @@ class EngineChild:
         assert self._line is not None
         try:
             answer = self._line.recv()
+        except BlockingIOError:
+            raise self._died("stopped within an answer") from None
         except (EOFError, OSError):
             raise self._died() from None
         if isinstance(answer, Failed):
-            if answer.is_final:
+            if answer.is_final and not (self._is_loading and self.start_s):  # it did load once
                 raise XgptError(answer.words)
             raise self._died(f"failed: {answer.words}")
         if not isinstance(answer, int):
@@ -216,4 +226,4 @@ class EngineChild:
                 why = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self.kill()
         self._line, self._is_loading = None, False
-        return ExecutorDied(f"vLLM's process {why or 'is gone'} ({self._log})")
+        return ExecutorDied(f"vLLM's process {why or 'does not answer'} ({self._log})")

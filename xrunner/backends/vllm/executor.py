@@ -86,7 +86,7 @@ class VllmExecutor(DecoderOnly):
         self._groups = [GroupSlots() for _ in range(message.num_groups)]
         self._ended.clear()
         self._held.clear()
-        self._joining, self._leaving = [], []
+        self._joining, self._leaving, self._death = [], [], None
         self.restarts += not is_first
         self._underway.clear()
         settings = self._settings_of(message)
