@@ -123,7 +123,7 @@ def test_two_processes_divide_each_layer(tmp_path, toy, vllm_python, cache):
     deployment = load_schedule(out / "schedule.json").deployment
     assert [stage.tp_degree for stage in deployment.stages] == [2]
     profile = load_profile(out / "profile.json")
-    assert profile.tp_degrees == (2,)
+    assert 2 in profile.tp_degrees
     assert TableKey("all_reduce", 2, "shared-memory") in profile.tables  # of no time
 
 
