@@ -209,9 +209,9 @@ def record_news(head: Head) -> list[News]:
         turns[0] += 1
         return decide()
 
-    def submitted(query: PreparedQuery) -> bool:
+    def submitted(query: PreparedQuery, *, is_known: bool = False) -> bool:
         news.append(News(turns[0], 0, (query.index,)))
-        return submit_(query)
+        return submit_(query, is_known=is_known)
 
     def withdraw_waiting(count: int) -> list[int]:
         indices = take_back(count)

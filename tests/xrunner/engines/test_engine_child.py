@@ -23,21 +23,25 @@ STAND_IN = """
 import json, os, sys, time
 from multiprocessing.connection import Connection
 from xrunner.backends.vllm import protocol
-from xrunner.backends.vllm.protocol import Failed, Load, Loaded, Tokens
+from xrunner.backends.vllm.protocol import Failed, Load, Loaded, Step, Tokens
 mode = os.environ["STAND_IN"]
 rank = Connection(int(sys.argv[1]))
 rank.send(protocol.VERSION + (mode == "strange"))
 files = {int(name): os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
          if os.path.exists(f"/proc/self/fd/{name}")}
 print(json.dumps({"files": files, "names": sorted(os.environ)}), flush=True)
-for number in range(10 ** 6):
+number = 0
+while True:
     asked = rank.recv()
+    if isinstance(asked, Step):  # answered where it is finished
+        continue
+    number += 1
     if isinstance(asked, Load):
         if mode == "dies loading":
             os._exit(3)
         rank.send(Failed("no such model", is_final=True) if mode == "refuses" else Loaded(64, 128))
         continue
-    if number > 3:
+    if number > 4:
         if mode == "dies":
             os.kill(os.getpid(), 9)
         if mode == "fails":

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from xrunner.files.result_line import result_line
 from xrunner.files.results import HELD_FILE, Answered, answered, count_results
 from xrunner.files.spooled_requests import SpooledQueries, read_and_tokenise, save_runnable
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.loading import KeptWeights
+from xrunner.rank.loading import KeptWeights, load
 from xrunner.rank.worker import work
 from xrunner.rank.world import connect
 
@@ -264,7 +265,7 @@ def test_every_line_is_what_openai_promises(tmp_path):
     given(estimate.changed(kv_tokens=20_000), problem, out / "schedule.json")
     plan = toy_plan(model, out, query_kv_tokens=256, is_chat=True)
     toys.write_spool(plan, requests)
-    work(plan, connect("cpu"), KeptWeights())
+    work(plan, connect("cpu"), partial(load, kept_weights=KeptWeights()))
     by_name = openai_batch.checked(out)
     openai_batch.check_plain(by_name)
     told = {name: openai_batch.choice_of(by_name[name]) for name in ("choice", "pattern", "call")}
