@@ -70,7 +70,7 @@ def test_ranks_answer_as_generate_does_by_the_replays_steps(tmp_path, name, layo
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_kills_while_prefixes_live_lose_no_line_and_double_none(tmp_path, ranks):
-    count, answers = 300, []
+    count, answers = 1000, []
     for prefixes in ("auto", "off"):
         job = ToyJob(folder=tmp_path / prefixes, ranks=ranks, count=count, shared=60,
                      schedule=f"{RRA}, prefixes: {prefixes}").write()

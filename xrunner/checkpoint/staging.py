@@ -26,6 +26,7 @@ STAGING_FILE, NOTE_FILE = f"{HEARTBEATS}/staging", f"{HEARTBEATS}/staging.note"
 _NETWORK = re.compile(r"nfs4?|lustre|gpfs|beegfs.*|ceph|cifs|smb3|afs|9p|panfs|wekafs|fuse\..*")
 _NO_DISK = re.compile(f"{_NETWORK.pattern}|tmpfs|ramfs")
 _CHUNK_BYTES = 2**28  # chosen: progress is said after each
+_TRIES, _TRY_S = 50, 0.1  # chosen: to become the one that copies
 _MOUNTS = Path("/proc/self/mountinfo")
 _held: dict[Path, int] = {}  # copies that this process uses, with the descriptors of their locks
 
@@ -86,17 +87,22 @@ def _copy(plan: RunPlan, base: Path) -> Path:
     copy = own / hashlib.sha256(content.encode()).hexdigest()[:16]
     lock = os.open(copy.with_suffix(".lock"), os.O_CREAT | os.O_RDONLY, 0o600)
     try:
-        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX, fcntl.LOCK_SH):
-            fcntl.flock(lock, kind)
+        for _ in range(_TRIES):
+            fcntl.flock(lock, fcntl.LOCK_SH)  # waits for one that copies
             # programs that tidy up may have removed some files
-            is_whole = copy.is_dir() and model_files(copy) == plan.model_files
-            if is_whole and kind == fcntl.LOCK_SH:
+            if copy.is_dir() and model_files(copy) == plan.model_files:
                 _held[copy] = os.dup(lock)  # of the same lock
                 return copy
-            if not is_whole and kind == fcntl.LOCK_EX:
-                _make(plan, copy)
-        shutil.rmtree(copy, ignore_errors=True)
-        raise OSError(errno.ESTALE, "changed while it was copied", str(plan.model_dir))
+            try:  # never waits: who has a copy keeps the lock while it runs
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_TRY_S)
+                continue
+            _make(plan, copy)
+            if model_files(copy) != plan.model_files:
+                shutil.rmtree(copy, ignore_errors=True)
+                raise OSError(errno.ESTALE, "changed while it was copied", str(plan.model_dir))
+        raise OSError(errno.EBUSY, "without some files, and in use by another run", str(copy))
     finally:
         os.close(lock)
 

@@ -2,6 +2,7 @@
 none where there is no room. Other processes are real ones."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -23,6 +24,8 @@ from xrunner.checkpoint.identity import model_files
 from xrunner.checkpoint.staging import STAGING_FILE, release, staged
 from xrunner.files.sink import STARTING, write_progress
 from xrunner.plan import RunPlan
+
+CONTEXT = multiprocessing.get_context("fork")
 
 # Another rank: stages, says where its weights are, and stays until its standard input ends.
 RANK = """
@@ -130,6 +133,26 @@ def test_of_two_ranks_at_once_one_copies(plan):
     with rank(plan) as one, rank(plan) as other:
         found = [said(one), said(other)]
         assert found[0][:2] == found[1][:2] and {made for *_, made in found} == {"0", "1"}
+
+
+def test_ranks_that_begin_at_the_same_moment_wait_for_none_that_has_its_copy(plan):
+    """Each keeps the lock until all have a copy, as ranks do while they run."""
+    for _ in range(20):
+        barrier = CONTEXT.Barrier(4)
+        ranks = [CONTEXT.Process(target=_staged_beside, args=(plan, barrier)) for _ in range(4)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(30)
+        assert [process.exitcode for process in ranks] == [0] * 4
+        shutil.rmtree(plan.stage_model)
+
+
+def _staged_beside(plan: RunPlan, barrier: Any) -> None:
+    barrier.wait(10)
+    found = staged(plan)
+    barrier.wait(10)
+    assert found.model_dir != plan.model_dir
 
 
 def test_a_rank_waits_for_the_one_that_copies(plan):
