@@ -91,7 +91,7 @@ def test_slurms_own_warning_comes_and_is_enough(slurm, make_job):
 
 
 def test_a_stop_by_the_user_ends_a_running_job_for_good(slurm, llama, make_job):
-    queries = toys.random_queries(600, seed=5)
+    queries = toys.random_queries(3000, seed=5)
     job = make_job(queries=queries)
     out = job.parent / "out"
     (job_id,) = slurm.submit(job)

@@ -100,6 +100,8 @@ def check_versions(plan: RunPlan, world: World) -> None:
         said = f"{error}"
     found = world.share(f"{socket.gethostname()}\0{said}")
     wrong = {one for one in found if not plan.engine_version.startswith(one.partition("\0")[2])}
+    if wrong and world.comm.rank:
+        world.barrier()  # until rank 0 has said it, once for all
     if wrong:
         raise XgptError(f"this run was planned for {plan.engine_version}, and there is, by node: "
                         + "; ".join(sorted(one.replace("\0", ": ") for one in wrong)))
