@@ -195,7 +195,8 @@ class _OfVllm(Measuring):
                               engine["device_kind"], degree * (threads if is_cpu else 1))
         self._core = core = EngineChild(
             engine["python"], Path(request.target).with_suffix(f".{ranks.rank}.log"),
-            () if is_cpu else devices, replica=ranks.rank)
+            () if is_cpu else devices, replica=ranks.rank,
+            cores=[int(core) for core in devices] if is_cpu else ())
         core.load(settings_of(request, Needs(**request.needs), degree, cores_of_each(
             [int(own) for own in devices], degree, threads) if is_cpu else ()).load)
         core.await_ready()

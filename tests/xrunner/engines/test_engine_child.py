@@ -29,7 +29,8 @@ rank = Connection(int(sys.argv[1]))
 rank.send(protocol.VERSION + (mode == "strange"))
 files = {int(name): os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
          if os.path.exists(f"/proc/self/fd/{name}")}
-print(json.dumps({"files": files, "names": sorted(os.environ)}), flush=True)
+print(json.dumps({"files": files, "names": sorted(os.environ), "cores": [
+    *os.sched_getaffinity(0)], "threads": os.environ.get("OMP_NUM_THREADS")}), flush=True)
 number = 0
 while True:
     asked = rank.recv()
@@ -182,3 +183,11 @@ def test_too_few_devices_and_shared_ones_are_named(monkeypatch):
     assert "replica 1 needs 2 GPUs of a" in second and "0, 1, 2" in second
     for words in shared(monkeypatch, [("a", FOUR[:2]), ("a", FOUR[1::-1])], 1):
         assert "replicas" in words and "would share a GPU of a: 0" in words
+
+
+def test_an_engine_runs_on_the_cores_of_its_replica_alone(started, tmp_path):
+    """Two engines that each took all cores were 20 times slower: their threads wait by spinning."""
+    core = max(os.sched_getaffinity(0))
+    assert started("", cores=[core]).await_ready()
+    said = json.loads((tmp_path / "engine.log").read_text().splitlines()[0])
+    assert said["cores"] == [core] and said["threads"] == "1"

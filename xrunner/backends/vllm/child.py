@@ -50,10 +50,12 @@ class EngineChild:
     or Slurm job, and have no files open but their socket and `log`."""
 
     def __init__(self, python: str, log: Path, gpus: Sequence[str] = (), *,
-                 replica: int = 0, step_limit_s: float | None = None) -> None:
-        """`gpus`: those that it sees (none: CPUs). `step_limit_s`: seconds without an answer after
+                 cores: Sequence[int] = (), replica: int = 0,
+                 step_limit_s: float | None = None) -> None:
+        """`gpus`: those that it sees (none: CPUs). `cores`: those that it runs on (none: all).
+        `step_limit_s`: seconds without an answer after
         which it counts as dead (None: several times the longest step)."""
-        self._replica = replica
+        self._replica, self._cores = replica, cores
         self._python, self._log, self._gpus = python, log, gpus
         self._free: int | None = None  # MiB on its GPUs before its first start
         self._limit_s, self._longest_s, self._num_steps = step_limit_s, 0.0, 0
@@ -78,6 +80,8 @@ class EngineChild:
                 "ll", math.ceil(self._limit_s or FIRST_STEP_S), 0))
         environment = {**without_other_launchers(os.environ), **QUIET,
                        **_ALONE, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}
+        if self._cores:  # vLLM binds the threads of several processes, but not of one
+            environment["OMP_NUM_THREADS"] = str(len({*self._cores}))
         for name in _PORTS & environment.keys():
             del environment[name]
         if self._replica:  # vLLM writes some compiled files in place
@@ -89,6 +93,8 @@ class EngineChild:
                 [*command_of(self._python, _MODULE), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
                 start_new_session=True, pass_fds=(theirs.fileno(),))
+        if self._cores:
+            os.sched_setaffinity(self._process.pid, self._cores)
         self._line, self.loaded = Connection(ours.detach()), None
         self._loads_since, self._is_loading, self._num_steps = time.monotonic(), False, 0
 

@@ -67,6 +67,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch, *,
     plan = staged(plan)  # before the engine's time to load begins
     child = EngineChild(plan.engine_python or sys.executable,
                         plan.output / f"replica-{rank}.log", () if is_cpu else devices,
+                        cores=[int(core) for core in devices] if is_cpu else (),
                         replica=rank, step_limit_s=plan.stall_timeout_s)
     child.start()  # it imports vLLM meanwhile
 
