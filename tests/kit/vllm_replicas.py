@@ -58,7 +58,7 @@ class ReplicaJob:
         STARTED.append(self.process)
 
     def end(self, timeout_s: float = 900) -> dict[str, Any]:
-        """What `--json` printed, the exit code, and what was said; all that ran has ended."""
+        """Returns the output of `--json`, the exit code and messages, once all has ended."""
         self.process.wait(timeout=timeout_s)
         printed, told = ((self.folder / name).read_text() for name in ("printed", "told"))
         wait(lambda: not self.left(), f"all ends: {self.left()}", 30)
@@ -78,7 +78,7 @@ class ReplicaJob:
         return sorted(holders | set(alive([*(self.seen or ())])))
 
     def processes(self) -> dict[int, Processes]:
-        """Of each replica that is there."""
+        """Processes of each running replica."""
         found, below = {}, tree(self.process.pid)
         self.seen = {*(self.seen or ()), *below}
         for pid in below:
@@ -100,7 +100,7 @@ class ReplicaJob:
         return len({line["index"] for line in self.lines()})
 
     def states(self) -> dict[int, RankState]:
-        """What each replica's rank last wrote."""
+        """The last heartbeat of each replica's rank."""
         return {state.rank: state for state in read_heartbeats(self.output)}
 
     def at_work(self) -> list[int]:

@@ -70,7 +70,7 @@ def test_every_line_is_what_openai_promises(tmp_path, model, vllm_python, cache)
 
 @pytest.mark.slow
 def test_the_exported_script_answers_every_line_in_order(tmp_path, model, vllm_python):
-    """Of two replicas on CPUs, by vLLM alone, whose package for CPUs has no command `vllm`."""
+    """Two replicas on CPUs, by vLLM alone. Its package for CPUs has no command `vllm`."""
     asked = [{"custom_id": f"q{place}", "method": "POST", "url": openai_batch.CHAT, "body": {
         "model": str(model), "messages": [{"role": "user", "content": "x" * place}],
         "max_tokens": 8}} for place in range(1, 12)]

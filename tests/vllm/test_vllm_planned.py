@@ -1,4 +1,4 @@
-"""What is planned for vLLM is timed as it runs: two replicas at once, whose start counts."""
+"""Plans for vLLM use steps timed as they run: two replicas at once, whose start counts."""
 
 import json
 import shutil

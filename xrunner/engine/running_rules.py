@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from xgpt.core.controls import EvenBatches
 from xgpt.core.schedule import Estimate
 from xrunner.comm.messages import PortionMessage
 from xrunner.comm.point_to_point import Comm
+from xrunner.engine.head import Head
 from xrunner.engine.replicas import ToReplicas
 from xrunner.rank.world import Replica
 from xrunner.rules.changes import Changes, ChangesByShape, changes_of_shape
@@ -26,7 +26,7 @@ class RunningRules:
     @property
     def next_phase(self) -> int:
         """Next phase of rank 0's own rule."""
-        phase: int = self._own_rule.next_phase
+        phase: int = self._own.rule.next_phase  # type: ignore[attr-defined]
         return phase
 
     def change(self, controls: Changes | ChangesByShape, *, phase: int) -> None:
@@ -40,18 +40,17 @@ class RunningRules:
                 before = router.windows[number]
                 router.windows[number] = replace(window, at_work=before.at_work)
             if own is not None and number == 0:
-                assert supply.own is not None, "the first replica has not started"
-                supply.own.changes = own
-                self._own_rule.change(own, phase=phase)
+                self._own.changes = own
+                self._own.rule.change(own, phase=phase)  # type: ignore[attr-defined]
             elif own is not None and replica.head in sources:
                 supply.changes[number, launcher.revision] = own
                 self._comm.send(replica.head, PortionMessage(
                     change=own, revision=launcher.revision))
 
     @property
-    def _own_rule(self) -> Any:
+    def _own(self) -> Head:
         assert self._supply.own is not None, "the first replica has not started"
-        return self._supply.own.rule
+        return self._supply.own
 
 
 def _window(controls: Changes | None, estimate: Estimate) -> Window | None:

@@ -1,4 +1,4 @@
-"""What `xgpt status`, `top`, metrics.json and the report show of several replicas."""
+"""Several replicas in `xgpt status`, `top`, metrics.json and the report."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def place(tmp_path):
 
 
 def replicas(count: int, per_node: int = 8, stages: int = 1) -> list[RankState]:
-    """What ranks of replicas on several nodes report."""
+    """Heartbeats of replicas on several nodes."""
     return [RankState(
         rank=rank, stage=rank, pool="all", elapsed_s=60.0, busy_s=45.0, recent_share=0.75,
         queries=24, replica=rank // stages, at_s=time.time(), node=f"n{rank // per_node + 1}",

@@ -187,7 +187,7 @@ def test_flags_say_the_schedules_numbers_as_their_screen_has_them():
 
 
 def test_offline_replicas_have_parts_of_the_file_and_devices_of_their_own():
-    """Of two replicas of four devices: on one node, on nodes of four (Slurm), and of two (Ray)."""
+    """Two replicas of four devices: on one node, on nodes of four (Slurm), and of two (Ray)."""
     files = Path("requests.jsonl"), Path("out/vllm.jsonl")
     check_screen(Path(__file__).with_name("screens.txt"), "vLLM offline", "\n\n".join(
         str(of(continuous(copies=2), each=each, files=files)) for each in (8, 4, 2)))

@@ -194,7 +194,7 @@ def test_a_damaged_copy_is_made_again(plan):
 
 
 def notes(plan: RunPlan) -> list[str]:
-    """What the launcher says, which looks often."""
+    """Messages of the launcher, which looks often."""
     told: list[str] = []
     tell: Any = SimpleNamespace(say=told.append, progress=lambda line: None)
     write_progress(plan.output / "progress.json", STARTING)

@@ -174,7 +174,7 @@ def test_whatever_dies_every_request_is_answered_once(made, tmp_path, policy, co
 
 
 def told(ranks: Ranks, rank: int) -> list[PortionMessage]:
-    """What rank 0 has sent to a rank."""
+    """Messages that rank 0 has sent to a rank."""
     messages = list[PortionMessage]()
     while (got := ranks.comms[rank].poll(0)) is not None:
         assert isinstance(got[0], PortionMessage)

@@ -150,7 +150,7 @@ time.sleep(600)
 
 def shared(monkeypatch: Any, seen: list[tuple[str, list[tuple[str, str]]]], count: int,
            kind: str = "gpu") -> list[Any]:
-    """What each rank takes of (its host, what it sees there); an error in words."""
+    """The devices of each rank, by its host and those visible there; an error in words."""
     words = [json.dumps(one) for one in seen]
     found = list[Any]()
     for rank, (host, visible) in enumerate(seen):

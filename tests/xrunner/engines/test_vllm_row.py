@@ -1,4 +1,4 @@
-"""What the engine vllm refuses before anything is started, and what it plans: equal replicas, each
+"""Refusals of the engine vllm before anything is started, and what it plans: equal replicas, each
 of equal tensor-parallel groups within a node."""
 
 import sys

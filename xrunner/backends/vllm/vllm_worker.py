@@ -42,9 +42,10 @@ from xrunner.rank.world import Replica, World, connect, replicas_of
 
 def main(arguments: list[str]) -> int:
     """Runs one rank; returns its exit code."""
-    plan = replace(load_plan(Path(arguments[0])), threads_per_rank=1)  # the engine has the others
-    return run_rank(plan, connect, partial(work, load=partial(
-        load, threads=load_plan(Path(arguments[0])).threads_per_rank)))
+    plan = load_plan(Path(arguments[0]))
+    # the engine has the other threads
+    return run_rank(replace(plan, threads_per_rank=1), connect, partial(work, load=partial(
+        load, threads=plan.threads_per_rank)))
 
 
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch, *,
