@@ -13,8 +13,9 @@ TOP = (*PACKAGES, "benchmarks", "csrc", "docs", "jobs", "tests", ".ci")
 DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md",
                     *(ROOT / name / "README.md" for name in ("benchmarks", "csrc", "jobs"))])
 # not those that a run, an installation or a linter wrote
-PAGES = sorted(page for page in ROOT.rglob("*.md") if not {"node_modules", "out", "build"} & {
-    *page.parts} and not any(part.startswith(".") for part in page.relative_to(ROOT).parts))
+WRITTEN = {"node_modules", "out", "build", "site-packages"}
+PAGES = sorted(page for page in ROOT.rglob("*.md") if not WRITTEN & {*page.parts}
+               and not any(part.startswith(".") for part in page.relative_to(ROOT).parts))
 GROUPS = {"xgpt.policies", "xgpt.engines", "xgpt.forecasts"}  # entry points
 
 # What stands between slashes, or ends like a source file; not the rest of an address or of a path
