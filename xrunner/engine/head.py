@@ -114,9 +114,9 @@ class PoolLink:
         wait_s = 0.0
         while True:
             self._supply.look(head, wait_s)
+            is_ready = head.executor.is_ready  # once: it may change after a group was asked for
             group = head.next_group()
-            is_over = not self._supply.is_open and (
-                head.executor.is_ready or not head.requests.has_work)
+            is_over = not self._supply.is_open and (is_ready or not head.requests.has_work)
             if group is not None or is_over or head.sink.should_stop():
                 return group
             if wait_s:

@@ -4,6 +4,8 @@ answered once, by whoever is left."""
 import pytest
 from dying_replicas import MortalJob
 
+from xrunner.engine.head import PoolLink
+
 EACH = 20  # seeds of a test
 
 
@@ -21,3 +23,31 @@ def test_every_request_is_answered_once(tmp_path, first):
         folder = tmp_path / str(seed)
         folder.mkdir()
         MortalJob(folder=folder, seed=seed).run()
+
+
+class _Loading:
+    """A head with one request, whose engine is loaded by the time of look `ready`."""
+
+    def __init__(self, ready: int) -> None:
+        self.ready, self.looks = ready, 0
+        self.executor = self.requests = self.sink = self
+        self.has_work = True
+
+    @property
+    def is_ready(self) -> bool:
+        self.looks += 1
+        return self.looks > self.ready
+
+    def next_group(self) -> int | None:
+        return 0 if self.is_ready else None
+
+    def should_stop(self) -> bool:
+        return False
+
+    def report(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ready", range(6))
+def test_a_head_whose_engine_is_loaded_between_two_looks_still_works_its_last_request(ready):
+    assert PoolLink().next_group(_Loading(ready)) == 0
