@@ -48,11 +48,11 @@ class Kernels:
         self._weights = weight_dtype or dtype
         self.bandwidth = device.bandwidth_bytes_per_s
 
-    def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike,
+    def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike, number: FloatArray | float = 1.0,
                weight_bytes: int | None = None) -> FloatArray:
-        """Seconds of the matrix product [rows, k] x [k, n]. Compute and memory overlap in part:
-        their p-norm lies between maximum and sum. `weight_bytes`: bytes read per weight (None: as
-        of the dtype)."""
+        """Seconds of the matrix product [rows, k] x [k, n], or of `number` of them that are
+        launched together. Compute and memory overlap in part: their p-norm lies between maximum
+        and sum. `weight_bytes`: bytes read per weight (None: as of the dtype)."""
         c = self.constants
         m, n, k = (np.asarray(size, float) for size in (rows, n, k))
         # rows / (rows / (rows + half)) = rows + half, and so with columns and depth
@@ -60,16 +60,17 @@ class Kernels:
         compute_s = 2 * padded / (self.flops_per_s * c.gemm_flops_share)
         weights = n * k * (weight_bytes or self.item_bytes)
         memory_s = self.streamed_s(weights + m * (n + k) * self.item_bytes)
-        return joined(compute_s, memory_s, c.gemm_overlap) + c.gemm_launch_s
+        return number * joined(compute_s, memory_s, c.gemm_overlap) + c.gemm_launch_s
 
-    def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
-        """Seconds of a layer's matrix product. Weights in fp8 or int8 halve the bytes, and run at
-        that type's rate where the device has one. int8 is assumed to reach the same share of its
-        peak as fp8: it was not measured."""
+    def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike,
+                        number: FloatArray | float = 1.0) -> FloatArray:
+        """Seconds of a layer's matrix product, or of `number` of them that are launched together.
+        Weights in fp8 or int8 halve the bytes, and run at that type's rate where the device has
+        one. int8 is assumed to reach the same share of its peak as fp8: it was not measured."""
         if self._weights not in EIGHT_BITS:
-            return self.gemm_s(rows, n, k)
+            return self.gemm_s(rows, n, k, number)
         if self._weights not in self._rates:  # they are widened on their way to the multipliers
-            return self.gemm_s(rows, n, k, weight_bytes=1)
+            return self.gemm_s(rows, n, k, number, weight_bytes=1)
         c = self.constants
         m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
         padded = (m + c.fp8_half_rows) * (n + _own(c.fp8_half_columns, c.gemm_half_columns)) * (
@@ -77,7 +78,8 @@ class Kernels:
         compute_s = 2 * padded / (self._rates[self._weights] * c.fp8_flops_share)
         moved = n * k + m * (k + n * self.item_bytes)
         memory_s = moved / (self.bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
-        return joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap)) + c.fp8_launch_s
+        each_s = joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap))
+        return number * each_s + c.fp8_launch_s
 
     def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
         """Seconds to read and write the operands and result of a large kernel."""
@@ -163,9 +165,9 @@ class ModelKernels:
             inner = model.intermediate_size / tp_degree
             return gemm_s(tokens, inner * joint, hidden), gemm_s(tokens, hidden, inner)
         inner, hit = experts.inner / tp_degree, np.maximum(experts.hit(tokens), 1e-9)
-        rows, launch_s = tokens * experts.per_token / hit, self._constants.gemm_launch_s
-        each = (gemm_s(rows, inner * joint, hidden) + gemm_s(rows, hidden, inner) - 2 * launch_s)
-        found = [gemm_s(tokens, experts.count, hidden), hit * each + 2 * launch_s]
+        rows = tokens * experts.per_token / hit
+        found = [gemm_s(tokens, experts.count, hidden), gemm_s(rows, inner * joint, hidden, hit),
+                 gemm_s(rows, hidden, inner, hit)]
         found += self._plain_s(tokens, experts.shared / tp_degree)
         if not experts.dense_layers:
             return tuple(found)
