@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from published.compared import Compared, errors_of, joined
+from published.offline import of_offline
 from published.page import write_page
 from published.runs import of_fastertransformer, of_serving, of_splitwise, serving_points, simulated
 from published.table import chooser_table, validation_table
@@ -40,7 +41,8 @@ KEYS = ("source", "gpu", "engine", "operator", "half")
 TABLES = (("vidur/compute", "vidur", of_vidur),
           ("aiconfigurator", "aiconfigurator", of_aiconfigurator),
           ("fastertransformer/gpt_latency.csv", "fastertransformer", of_fastertransformer),
-          ("splitwise-sim/perf_model.csv", "splitwise-sim", of_splitwise))
+          ("splitwise-sim/perf_model.csv", "splitwise-sim", of_splitwise),
+          ("trtllm-perf/offline_throughput.csv", "trtllm-perf", of_offline))
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, CONFIDENCE, 0.95, 0.99)
 DIGITS = 5
 SAME, SLACK = 0.02, 2e-4  # chosen: a figure is the same if it differs by less, on any machine

@@ -10,6 +10,7 @@ import pytest
 import validated
 import yaml
 from published.compared import Compared
+from published.offline import BUDGETS, offline_rows, offline_times
 from published.page import write_page
 from published.runs import serving_points
 from published.table import validation_table
@@ -73,3 +74,16 @@ def test_a_version_of_an_engine_with_a_row_of_its_own_is_compared_with_that():
     assert rows["tensorrt-llm", ""] == "tensorrt-llm" and rows["vllm", "0.12.0"] == "vllm-0.12"
     assert rows["sglang", "0.5.6.post2"] == "sglang"
     assert sum(p.is_fitted for p in points) == 125 and len(points) == 236
+
+
+@needs_data
+def test_an_offline_job_is_replayed_with_all_its_requests_and_its_cache():
+    """Of the published row of most tokens/s on one H200: fp8 weights and entries."""
+    rows = offline_rows(validated.DATA / "trtllm-perf")
+    assert len(rows) == 141 and {row.kind for row in rows} == {"dense", "mixtures"}
+    row = max((row for row in rows if row.tp == 1), key=lambda row: row.output_tokens_per_s)
+    assert (row.gpu, row.weights, row.input_tokens, row.output_tokens) == ("H200", "fp8", 128, 128)
+    assert row.measured_s == pytest.approx(30_000 * 128 / 27_778.9)
+    times = offline_times(row)
+    assert 0.5 < times.job_s / row.measured_s < 2 and times.token_budget in BUDGETS
+    assert times.kv_tokens == pytest.approx(1.9e6, rel=0.15)  # 131 GB, 65.5 kB each
