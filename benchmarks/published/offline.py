@@ -75,8 +75,9 @@ NOTHING = OfflineTimes(job_s=nan, steady_s=nan, kv_tokens=0, token_budget=0)
 
 def offline_rows(folder: Path) -> list[OfflineRow]:
     """Rows of offline_throughput.csv."""
+    types = OfflineRow.__annotations__
     with (folder / "offline_throughput.csv").open(newline="", encoding="utf-8") as file:
-        return [OfflineRow(**{name: of(row[name]) for name, of in OfflineRow.__annotations__.items()})
+        return [OfflineRow(**{name: of(row[name]) for name, of in types.items()})
                 for row in csv.DictReader(file)]
 
 
