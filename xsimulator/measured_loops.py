@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core import catalog
+from xgpt.core.catalog.releases import row_named
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
 from xprofiler.constants import RooflineConstants, engine_errors
@@ -81,8 +82,10 @@ class ServingPoint:
     @property
     def row(self) -> str:
         """Name of the catalog's entry for the engine, of this version if there is one."""
-        own = f"{self.engine}-{'.'.join(self.version.split('.')[:2])}"
-        return own if own in catalog.names("engine") else self.engine
+        try:
+            return row_named(f"{self.engine}-{self.version}")
+        except ValueError:
+            return self.engine
 
     @property
     def latency_s(self) -> float:

@@ -147,7 +147,7 @@ def stored_words(problem: Problem, engine: str) -> str:
     for them."""
     model, held = problem.model, problem.weight_dtype
     planned = format_bytes(least_weight_bytes(problem))
-    if engine == VLLM:
+    if engine.startswith(VLLM):
         return (f"the weights are stored as {model.stored_as}, which vLLM executes; the plan "
                 f"reserves {planned} for them, as if they were {held}")
     return (f"the weights are stored as {model.stored_as} and executed as {held}: the plan "

@@ -16,6 +16,7 @@ from xgpt.app.models import UnsupportedModel, check_model_named, of_own_loops
 from xgpt.cli.options import JOB_FILE, job_options, json_option, print_json, verbose_option
 from xgpt.cli.terminal import show
 from xgpt.core import catalog
+from xgpt.core.catalog.releases import engine_rows
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
 from xgpt.job.job_file import load_job
@@ -81,10 +82,15 @@ def _accuracy(measured: Path | None, as_json: bool) -> None:
     own = None if measured is None else of_own_loops(measured)
     found = catalog.accuracy()
     if as_json:
-        print_json({**found, "measured": own})
+        print_json({**found, "engines": engine_rows(), "measured": own})
         return
     if own is not None:
         show(f"{measured}: computed times against yours\n{_errors(own)}\n")
+    engines = table(("engine (plan.engine)", "releases", "published", "cases", "off in the mean"), [
+        (str(row["engine"]), ", ".join(row["releases"]).replace("+", " and later"), row["date"],
+         f"{row['cases']:,}", "never compared" if row["error"] is None else f"{row['error']:.1%}")
+        for row in engine_rows()], right=(3, 4))
+    show(f"engines that times are computed for, by release\n{engines}\n")
     show(f"computed times against published measurements\n{_errors(found)}\n\n" + paragraph(
         "mean and P90: of |computed / measured - 1|; bias: below 0 where computed times are too "
         "short; TPOT, TTFT and requests: of runs that no constant was fitted to. A GPU or engine "

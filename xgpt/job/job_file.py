@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field as Described
 
 from xgpt.core import catalog
+from xgpt.core.catalog.releases import row_named
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import OBJECTIVES, Objective
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, VLLM
@@ -44,6 +45,8 @@ SWEEP_KEYS = ("base", "grid", "cases")  # a file with any of them is a sweep fil
 SCORING_POLICIES = ("rra", "ft", "dsi")  # encode whole inputs, without decoding beside them
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_RELEASE = r"^[a-z-]+-v?[0-9]+\.[0-9]+"  # of an engine
+_ROW_OF_RUN = {VLLM: "vllm-0.32"}  # engine -> row of the release that xgpt has run
 _MODEL = "a catalog name, a folder with config.json, or a hub id"
 
 
@@ -69,7 +72,9 @@ def _model(value: Any, folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    engine: Annotated[str | None, typed.choice(lambda: catalog.names("engine"))] = None
+    engine: Annotated[str | None, typed.Of(
+        lambda value: row_named(value if isinstance(value, str) else ""), anyOf=lambda: [
+            {"enum": catalog.names("engine")}, {"type": "string", "pattern": _RELEASE}])] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +242,8 @@ def _planned_engine(own: JobFile, cluster: str | Cluster, reading: typed.Reading
     if not is_here:
         device = (catalog.cluster(cluster) if isinstance(cluster, str) else cluster).device
         return VLLM if catalog.request_error(device.name, VLLM) else OWN_ENGINE
-    return own.run.engine if own.run.engine in catalog.names("engine") else OWN_ENGINE
+    engine = _ROW_OF_RUN.get(own.run.engine, own.run.engine)
+    return engine if engine in catalog.names("engine") else OWN_ENGINE
 
 
 def _check(job: Job, reading: typed.Reading) -> None:

@@ -245,7 +245,7 @@ def _expected(schedule: Schedule, times_of: str) -> list[str]:
     """Notes with the schedule's figures, and the source of its times."""
     limit_s, figures = schedule.bound.limit_s, schedule.figures
     limit = "" if math.isinf(limit_s) else f", of {limit_s:.3g} s allowed"
-    whose = f"Planned by the times of {VLLM}." if times_of == VLLM else (
+    whose = f"Planned by the times of {times_of}." if times_of.startswith(VLLM) else (
         f"Planned by the times of {times_of}; `--set plan.engine={VLLM}` takes those of {VLLM}.")
     others = ["This command is of the first replicas alone. Those of another shape have a schedule "
               "of their own (`others` in `--json`)."] if schedule.estimate.others else []

@@ -44,6 +44,10 @@ def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
         return timing.provenance()
     name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
     text = f"{ENGINE_WORDS.get(engine, engine)} on {name}, by data sheets"
+    like = catalog.engine(engine).like
+    if error is None and like and (known := catalog.request_error(name, like)) is not None:
+        return (f"{text} and constants of {like}; never compared with a run; of {like} {known[1]} "
+                f"published runs: {known[0]:.0%} off in the mean")
     if error is not None:
         return f"{text}; {error[1]} published runs: {error[0]:.0%} off in the mean"
     never = engine == OWN_ENGINE and cluster.num_devices > 1 and cluster.device.kind == "gpu"

@@ -105,6 +105,8 @@ def fixed(job):
     ('run.stop=["\\n", " "]', lambda job: job.run.stop, ("\n", " ")),
     ("run.engine=deepspeed", lambda job: (job.run.engine, job.plan_engine), ("deepspeed",) * 2),
     ("plan.engine=vllm", lambda job: (job.run.engine, job.plan_engine), ("xgpt", "vllm")),
+    ("plan.engine=vllm-0.12.0", lambda job: job.plan_engine, "vllm-0.12"),
+    ("run.engine=vllm", lambda job: (job.run.engine, job.plan_engine), ("vllm", "vllm-0.32")),
     *((f"workload={{requests: {{count: {text}}}, task: S}}", lambda job: job.workload.count, count)
       for text, count in (("3e6", 3_000_000), ("3M", 3_000_000), ("1.2k", 1200), ("'256'", 256))),
     ("run.top_p='0.9'", lambda job: job.run.top_p, 0.9),

@@ -2,7 +2,7 @@
 this one; for everybody. Lookups are exact, and raise UnknownNameError with the known names."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -63,8 +63,9 @@ class EngineRow:
     `constants` and `errors` are by GPU generation and field."""
 
     name: str
-    versions: str
+    releases: Sequence[str]  # that the row rests on; `0.32+`: that one and later ones
     source: str
+    date: str = ""  # of the publication of what was measured; empty: nothing on a GPU
     like: str | None = None  # engine whose constants hold where this row has none
     # how it serves by itself
     mixes: bool = True  # whether a step may encode and decode
