@@ -43,7 +43,8 @@ def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
     if not isinstance(timing, Roofline):
         return timing.provenance()
     name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
-    text = f"{ENGINE_WORDS.get(engine, engine)} on {name}, by data sheets"
+    words = ENGINE_WORDS.get(engine, engine.replace(f"{VLLM}-", "vLLM "))
+    text = f"{words} on {name}, by data sheets"
     like = catalog.engine(engine).like
     if error is None and like and (known := catalog.request_error(name, like)) is not None:
         return (f"{text} and constants of {like}; never compared with a run; of {like} {known[1]} "

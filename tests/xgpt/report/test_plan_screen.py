@@ -22,7 +22,7 @@ def planned(cluster: str, engine: str | None = None) -> Plan:
      r"runs: \d+% off in the mean"),
     ("1xH100", "xgpt", "xgpt's own runner on H100, by data sheets; never "
      "compared with a run"),
-    ("1xH100", "vllm-0.32", r"vllm-0.32 on H100, by data sheets and constants of vllm; never "
+    ("1xH100", "vllm-0.32", r"vLLM 0.32 on H100, by data sheets and constants of vllm; never "
      r"compared with a run; of vllm \d+ published runs: \d+% off in the mean"),
     ("2xA40", None, "never compared with a run, and never run on several GPUs")])
 def test_a_plan_says_whose_times_it_has_and_how_far_off_those_were(cluster, engine, words):

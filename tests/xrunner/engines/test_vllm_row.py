@@ -143,7 +143,7 @@ def test_a_plan_is_replicas_of_equal_groups(tmp_path, overrides, replicas, degre
     devices = f"{degree * stages} device{'s' * (degree * stages > 1)}"
     assert (f"{replicas} replica{'s' * (replicas > 1)} x {devices} (TP {degree}, PP {stages})"
             in str(found))
-    assert "vLLM on A" in str(found), "vLLM's constants"
+    assert "vLLM 0.32 on A" in str(found), "vLLM's constants"
 
 
 def test_a_job_begins_on_as_many_replicas_as_there_is_room_for():
