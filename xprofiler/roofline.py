@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
-from xgpt.core.model import ModelSpec, kv_elements_of_rank
+from xgpt.core.model import ModelSpec, kv_elements_of_rank, kv_heads_of_rank
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8, WEIGHT_BYTES
 from xprofiler.constants import (
     BRIDGE_BYTES_PER_S,
@@ -112,7 +112,7 @@ class ModelKernels:
         self._flops_per_s = kernels.flops_per_s * self._constants.encode_attention_flops_share
         # asked for thousands of times
         self._held, self._latent = cache(partial(kv_elements_of_rank, model)), model.decoder.latent
-        self._kv_heads = model.kv_heads
+        self._kv_heads = cache(partial(kv_heads_of_rank, model))
 
     def layer_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of a decoder layer without its attention kernel. Cross-attention's key and value
@@ -145,7 +145,7 @@ class ModelKernels:
         model, gemm_s = self._model, self._kernels.layer_product_s
         hidden, latent = model.hidden_size, model.decoder.latent
         if latent is None:
-            columns = self._width / tp_degree + kv_elements_of_rank(model, tp_degree)
+            columns = self._width / tp_degree + self._held(tp_degree)
             return gemm_s(tokens, columns, hidden)
         heads = model.num_heads / tp_degree
         queries = heads * (latent.nope_dim + latent.rope_dim)
@@ -185,8 +185,7 @@ class ModelKernels:
 
     def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds to project the encoder's output to one decoder layer's keys and values."""
-        kv = self._model.kv_elements_per_token_layer / tp_degree
-        return self._kernels.gemm_s(tokens, kv, self._model.hidden_size)
+        return self._kernels.gemm_s(tokens, self._held(tp_degree), self._model.hidden_size)
 
     def head_s(self, queries: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of final norm, output head and sampling."""
@@ -224,7 +223,7 @@ class ModelKernels:
         c, latent = self._constants, self._latent
         pairs = queries * (context + c.decode_attention_extra_tokens)
         kv_bytes = pairs * self._held(tp_degree) * self._kernels.kv_item_bytes
-        width, items = 2 * self._width, self._kv_heads / tp_degree
+        width, items = 2 * self._width, self._kv_heads(tp_degree)
         if latent is not None:
             width, items = self._model.num_heads * (2 * latent.kv_rank + latent.rope_dim), 1.0
         compute_s = 2 * pairs * width / tp_degree / self._flops_per_s

@@ -12,6 +12,7 @@ from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.rra import most_active
 from xscheduler.live.fixed_stages import FixedStages
 from xscheduler.replicas import problem_of_replica
+from xsimulator.memory import kv_bytes
 from xsimulator.sharing import sharing_of
 
 # chosen: requests that a group has room for / planned requests: if outputs are shorter than
@@ -33,9 +34,9 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
     if getattr(schedule.controls, "token_budget", None):  # its memory is paged
         query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     kv_tokens = max(deployment.kv_tokens, query_tokens * deployment.num_groups)
-    added = (kv_tokens - deployment.kv_tokens) * _layer_bytes(problem)
-    extra = {rank: added * stage.num_layers // stage.tp_degree
-             for stage in deployment.stages for rank in stage.ranks}
+    added = kv_bytes(problem, deployment.stages, kv_tokens - deployment.kv_tokens)
+    extra = {rank: int(own) for stage, own in zip(deployment.stages, added, strict=True)
+             for rank in stage.ranks}
     memory = tuple(size + extra[rank] for rank, size in enumerate(figures.memory_bytes))
     if max(memory) > figures.memory_capacity_bytes:
         return schedule
@@ -84,8 +85,9 @@ def _most_tokens(estimate: Estimate, problem: Problem) -> float:
     """Number of a group's KV tokens that fit on every rank."""
     deployment, figures = estimate.deployment, estimate.figures
     fits = []
-    for stage in deployment.stages:
-        token_bytes = _layer_bytes(problem) * stage.num_layers / stage.tp_degree
+    each = kv_bytes(problem, deployment.stages, 1.0)
+    for stage, own in zip(deployment.stages, each, strict=True):
+        token_bytes = float(own)
         for rank in stage.ranks:
             free = figures.memory_capacity_bytes - figures.memory_bytes[rank]
             free += int(deployment.kv_tokens * token_bytes)
@@ -96,7 +98,3 @@ def _most_tokens(estimate: Estimate, problem: Problem) -> float:
 def mean_present(slots: int) -> int:
     """Mean number of requests of a group whose three-sigma maximum is `slots` (see most_active)."""
     return max(math.floor(((math.sqrt(9 + 4 * slots) - 3) / 2) ** 2), 1)
-
-
-def _layer_bytes(problem: Problem) -> int:
-    return problem.model.kv_elements_per_token_layer * problem.kv_item_bytes

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from xgpt.core.cluster import Cluster
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import wrong
+from xgpt.core.model import layer_params_of_rank
 from xgpt.core.problem import Problem
 from xgpt.core.units import WEIGHT_BYTES
 from xprofiler.timing import TimingSource
@@ -80,10 +81,10 @@ def _degrees(problem: Problem) -> tuple[int, ...]:
     """Degrees within a node; also larger ones if no group within a node can hold its layers."""
     model, cluster = problem.model, problem.cluster
     near = tuple(degree for degree in DEGREES if degree <= cluster.devices_per_node)
-    layer_bytes = model.decoder_layer_params * WEIGHT_BYTES[problem.weight_dtype]
     for degree in near:
         stages = cluster.num_devices // degree
-        fullest = -(-model.num_layers // stages) * layer_bytes / degree
+        fullest = (-(-model.num_layers // stages) * layer_params_of_rank(model, degree)
+                   * WEIGHT_BYTES[problem.weight_dtype])
         if stages <= model.num_layers and fullest <= capacity_bytes(cluster.device):
             return near
     return DEGREES

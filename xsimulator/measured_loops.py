@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core import catalog
 from xgpt.core.catalog.releases import row_named
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, kv_elements_of_rank, layer_params_of_rank
 from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
 from xprofiler.constants import RooflineConstants, engine_errors
 from xprofiler.importers.draft import Column, Fault, fail, read_table
@@ -134,11 +134,11 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
                       weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
     link = catalog.link(LINKS.get(point.device, "pcie4-x16-p2p"))
     held, entries = (WEIGHT_BYTES[name or "bfloat16"] for name in (point.weight_dtype, kv_dtype))
-    weights = (model.num_layers * model.decoder_layer_params * held + DTYPE_BYTES["bfloat16"] * (
-        model.embedding_params + model.head_params)) / point.tp_degree
+    weights = (model.num_layers * layer_params_of_rank(model, point.tp_degree) * held
+               + DTYPE_BYTES["bfloat16"] * (
+                   model.embedding_params + model.head_params) / point.tp_degree)
     room = device.memory_bytes * row.memory_share - row.reserve_gb * 1e9 - weights
-    per_token = (model.num_layers * model.kv_elements_per_token_layer * entries
-                 / point.tp_degree)
+    per_token = model.num_layers * kv_elements_of_rank(model, point.tp_degree) * entries
     return simulate_loop(ClosedLoop(
         concurrency=point.concurrency, input_tokens=point.input_tokens,
         output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,

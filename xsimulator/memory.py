@@ -12,7 +12,12 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Device
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, Lengths
-from xgpt.core.model import ModelSpec, kv_elements_of_rank
+from xgpt.core.model import (
+    ModelSpec,
+    kv_elements_of_rank,
+    kv_heads_of_rank,
+    layer_params_of_rank,
+)
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES, activation_item_bytes
 
@@ -37,9 +42,9 @@ def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str
     """[stages] bytes of weights on each rank of a stage. The embedding lies whole, as `dtype`, on
     every rank of the first stage. Layers and head are sharded, as `weight_dtype` (None:
     `dtype`)."""
-    decoder, encoder = model.decoder_layer_params, model.encoder_layer_params
-    elements = np.array([(s.num_layers * decoder + s.num_encoder_layers * encoder) / s.tp_degree
-                         for s in stages])
+    elements = np.array([
+        s.num_layers * layer_params_of_rank(model, s.tp_degree)
+        + s.num_encoder_layers * model.encoder_layer_params / s.tp_degree for s in stages])
     elements[-1] += model.head_params / stages[-1].tp_degree
     held: FloatArray = elements * WEIGHT_BYTES[weight_dtype or dtype]
     held[0] += model.embedding_params * DTYPE_BYTES[dtype]
@@ -91,7 +96,9 @@ class StageBytes:
         degrees = np.array([stage.tp_degree for stage in self._stages], float)
         width = (LIVE_HIDDEN_COPIES * model.hidden_size
                  + (LIVE_MLP_COPIES * model.mlp_columns * (2 if model.is_gated_mlp else 1)
-                    + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
+                    + model.num_heads * model.head_dim) / degrees
+                 + 2 * model.head_dim * np.array([
+                     kv_heads_of_rank(model, stage.tp_degree) for stage in self._stages]))
         is_cpu = problem.cluster.device.kind == "cpu"
         scores = (model.num_heads / degrees * problem.lengths.inputs.max**2 * 4
                   if is_cpu or not model.decoder.is_native else None)

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Cluster, Link
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.model import kv_copies
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, TimingSource
@@ -255,7 +256,8 @@ class HandoverCost:
     """Seconds to hand KV cache from the encode pool to the decode pool (paper section 3, XRunner).
 
     All stages send at once, each to those that need its layers. So the rank that sends or receives
-    most decides. An encoder-decoder model sends the encoder's output to every decode stage."""
+    most decides; one sends a KV head to each decode rank that holds it, if fewer ranks encode it.
+    An encoder-decoder model sends the encoder's output to every decode stage."""
 
     def __init__(self, problem: Problem, timing: TimingSource, encode: Sequence[StageAssignment],
                  decode: Sequence[StageAssignment]) -> None:
@@ -268,8 +270,11 @@ class HandoverCost:
             self.bytes_per_token = float(
                 problem.model.hidden_size * DTYPE_BYTES[problem.dtype] * len(decode))
         else:
-            self.bytes_per_token = float(max(
-                memory.kv_bytes(problem, pool, 1.0).max() for pool in (encode, decode)))
+            sent, received = (memory.kv_bytes(problem, pool, 1.0) for pool in (encode, decode))
+            copies, wanted = (np.array([kv_copies(problem.model, s.tp_degree) for s in pool])
+                              for pool in (encode, decode))
+            self.bytes_per_token = float(max((
+                sent * np.maximum(wanted.max() / copies, 1.0)).max(), received.max()))
 
     def seconds(self, tokens: ArrayLike) -> FloatArray:
         """Seconds to hand over the KV cache of each number of tokens."""

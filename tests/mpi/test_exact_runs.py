@@ -1,5 +1,6 @@
 """Greedy float32 tokens equal transformers' `generate` under real mpiexec: every family on 1 to 4
-ranks, single and in tensor-parallel groups; and what ranks say to each other. One launch runs many
+ranks, single and in tensor-parallel groups, which may exceed the KV heads; and what ranks say to
+each other. One launch runs many
 cases. Schedules without the command around them, of one copy, of several, and of unlike ones: each
 copy takes the steps of its queries' replay, and each rank reads its slice."""
 
@@ -34,6 +35,9 @@ GLOO_CASES = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1),
 CHUNK_CASES = [("llama", (1, 1), 2, 4, 6), ("opt", (2,), 1, 5, 4)]
 WAA_CASES = [("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
              ("llama", (2,), (1, 1), 1, 4), ("t5", (1,), (2,), 1, 9)]
+# with two KV heads: four ranks of a group hold copies of them
+COPIED = "two KV heads"
+COPIED_CASES = [(COPIED, (4,), 2, 4, 5), (COPIED, (4,), 1, 9, 3)]
 # whose decode pools encode inputs, too: on two and four ranks
 POOL_CHUNK_CASES = [("opt", (1,), (1,), 2, 1), ("llama", (1,), (2, 1), 1, 1)]
 # whose encode pools hear of who joins the decode pool
@@ -48,9 +52,10 @@ SAID = "what ranks say to each other"
 def models(tmp_path_factory):
     """(directory, transformers' answers) by family."""
     found = {}
-    for family in FAMILIES:
-        directory = tmp_path_factory.mktemp(family)
-        model = toys.make_model(family, directory)
+    for family in (*FAMILIES, COPIED):
+        directory = tmp_path_factory.mktemp("model")
+        model = (toys.make_modern("qwen2", directory, num_attention_heads=4)
+                 if family == COPIED else toys.make_model(family, directory))
         found[family] = directory, {
             str(q.index): toys.generate(model, q) for q in toys.random_queries(QUERIES)}
     return found
@@ -84,7 +89,7 @@ def check(models: Models, cases: Sequence[Case], answers: Sequence[Any]) -> None
 def launched(models, tmp_path_factory):
     """Name of a test -> (its cases, their answers): one launch serves them all."""
     ahead = waa_cases(models, AHEAD_CASES, kv_tokens=60, admission="future-peak")
-    parts = {"layouts": rra_cases(models, RRA_CASES),
+    parts = {"layouts": rra_cases(models, [*RRA_CASES, *COPIED_CASES]),
              "pools": [*waa_cases(models, WAA_CASES), *ahead],
              "gloo": rra_cases(models, GLOO_CASES, group="gloo"),
              "chunks": rra_cases(models, CHUNK_CASES, encode_chunk=7),

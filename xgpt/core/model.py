@@ -235,11 +235,31 @@ def _mean_of_layers(spec: ModelSpec, dense: int, mixed: int) -> int:
     return round(total / spec.num_layers)
 
 
+def kv_copies(spec: ModelSpec, tp_degree: int) -> int:
+    """Number of ranks of a group that hold each KV head: more than 1 where the degree exceeds the
+    number of heads. Consecutive ranks hold the same head."""
+    return max(tp_degree // spec.kv_heads, 1)
+
+
+def kv_heads_of_rank(spec: ModelSpec, tp_degree: int) -> float:
+    """Number of KV heads on each rank of a group; whole at degrees that are not refused."""
+    return spec.kv_heads * kv_copies(spec, tp_degree) / tp_degree
+
+
 def kv_elements_of_rank(spec: ModelSpec, tp_degree: int) -> float:
     """Elements of a token in one layer's KV cache on each rank of a group: its own heads' part. A
     latent vector serves all heads, so every rank holds it whole."""
-    shared_by = tp_degree if spec.decoder.latent is None else 1
-    return spec.kv_elements_per_token_layer / shared_by
+    if spec.decoder.latent is not None:
+        return spec.kv_elements_per_token_layer
+    return 2 * kv_heads_of_rank(spec, tp_degree) * spec.head_dim
+
+
+def layer_params_of_rank(spec: ModelSpec, tp_degree: int) -> float:
+    """Parameters of a decoder layer on each rank of a group. Its matrices are divided, but a copied
+    KV head has its projections on every rank that holds it."""
+    of_head = 2 * spec.head_dim * (spec.hidden_size + spec.qkv_bias)
+    copied = kv_heads_of_rank(spec, tp_degree) - spec.kv_heads / tp_degree
+    return spec.decoder_layer_params / tp_degree + copied * of_head
 
 
 def input_projection_params(spec: ModelSpec) -> int:
@@ -263,7 +283,7 @@ def active_layer_params(spec: ModelSpec) -> int:
 def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
     """The reason why the model's layers cannot be divided over `degree` ranks; None if they can."""
     assert degree >= 1, f"{degree = }"
-    parts = {"attention heads": spec.num_heads, "key-value heads": spec.kv_heads,
+    parts = {"attention heads": spec.num_heads,
              "MLP columns": (spec.intermediate_size if spec.decoder.experts is None else
                              spec.decoder.experts.inner)}
     if spec.decoder.experts is not None:
@@ -272,6 +292,9 @@ def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
     for what, count in parts.items():
         if count % degree:
             return f"tp_degree {degree} does not divide the model's {count} {what}"
+    if spec.kv_heads % degree and degree % spec.kv_heads:
+        return (f"tp_degree {degree} is neither a divisor nor a multiple of the model's "
+                f"{spec.kv_heads} key-value heads")
     return None
 
 

@@ -17,7 +17,12 @@ from scipy.interpolate import RegularGridInterpolator
 from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.model import (
+    ModelSpec,
+    kv_elements_of_rank,
+    kv_heads_of_rank,
+    refuse_tp_degree,
+)
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.importers.draft import (
     OPERATORS,
@@ -233,7 +238,7 @@ def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
     output; up (with gate); down."""
     hidden, width = model.hidden_size, model.num_heads * model.head_dim / degree
     inner = model.intermediate_size / degree
-    return [(width + model.kv_elements_per_token_layer / degree, hidden), (hidden, width),
+    return [(width + kv_elements_of_rank(model, degree), hidden), (hidden, width),
             (inner * (2 if model.is_gated_mlp else 1), hidden), (hidden, inner)]
 
 
@@ -254,7 +259,7 @@ def _add_attention(draft: ProfileDraft, table: Table, model: ModelSpec,
     """Adds a table for each degree whose heads per GPU were measured; refuses the other degrees."""
     beyond_peak = []
     for degree in draft.degrees:
-        heads = (model.num_heads // degree, model.kv_heads // degree, model.head_dim)
+        heads = (model.num_heads // degree, int(kv_heads_of_rank(model, degree)), model.head_dim)
         rows = ((table["num_heads"] == heads[0]) & (table["num_key_value_heads"] == heads[1])
                 & (table["head_dim"] == heads[2]))
         if not rows.any():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, layer_params_of_rank
 from xprofiler.measure.probe import (
     Capturing,
     Probe,
@@ -66,8 +66,9 @@ class LayerBench:
         """`weight_dtype`: dtype that weights are multiplied in (None: `dtype`). `tp_degree`: degree
         of a shard whose sums are left out, or the shard."""
         shard = Shard(degree=tp_degree) if isinstance(tp_degree, int) else tp_degree
-        layer_bytes = spec.decoder_layer_params * dtype.itemsize // shard.degree
-        most = max(MAX_WEIGHT_BYTES // (2 if spec.is_encoder_decoder else 1) // layer_bytes, 1)
+        layer_bytes = layer_params_of_rank(spec, shard.degree) * dtype.itemsize
+        sides = 2 if spec.is_encoder_decoder else 1
+        most = max(int(MAX_WEIGHT_BYTES / sides / layer_bytes), 1)
         self.num_layers, encoder_layers = (min(math.ceil(count / num_stages), most) for count in (
             spec.num_layers, spec.num_encoder_layers))
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
@@ -200,8 +201,8 @@ class LayerBench:
 def few_layers(spec: ModelSpec, dtype: torch.dtype, tp_degree: int, *, least: int = 1,
                stages: int = 1) -> ModelSpec:
     """`spec` cut to the fewest layers, in each of `stages`, whose weights stream from memory."""
-    layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
-    most = stages * max(FEW_WEIGHT_BYTES // layer_bytes, least)
+    layer_bytes = layer_params_of_rank(spec, tp_degree) * dtype.itemsize
+    most = stages * max(int(FEW_WEIGHT_BYTES / layer_bytes), least)
     return replace(spec, num_layers=min(spec.num_layers, most),
                    num_encoder_layers=min(spec.num_encoder_layers, most))
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
-from xgpt.core.model import model_from_dict
+from xgpt.core.model import kv_elements_of_rank, model_from_dict
 from xgpt.core.system.lifeline import finish_imports
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.measure.probe import StepParts
@@ -238,7 +238,7 @@ def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1,
     processes, on CPUs with `cores` each."""
     spec, engine, dtype = model_from_dict(request.model), request.engine, request.metadata["dtype"]
     queries = max(needs.queries, -(-needs.tokens // SHORT) + 1)
-    kv_bytes = spec.kv_elements_per_token_layer * spec.num_layers * DTYPE_BYTES[dtype]
+    kv_bytes = int(kv_elements_of_rank(spec, tp_degree) * spec.num_layers * DTYPE_BYTES[dtype])
     # contexts scatter around their mean by a third; a decode step is measured one token later
     longest = max(4 * needs.context_tokens // 3, needs.input_tokens) + 4
     held = max(needs.queries * (needs.context_tokens + 2), needs.tokens + 2 * queries)

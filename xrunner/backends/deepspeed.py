@@ -97,6 +97,9 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
                       "DeepSpeed's AutoTP does not divide GPT-2 (`run: {ranks: 1}` takes it)")
     elif (why := refuse_tp_degree(model, ranks)) is not None:
         yield mistake(job, "run.ranks", ranks, f"one tensor-parallel group: {why}")
+    elif ranks > model.kv_heads:
+        yield mistake(job, "run.ranks", ranks, f"at most {model.kv_heads}, the model's key-value "
+                      "heads: DeepSpeed's AutoTP does not copy them")
     yield from not_one_group(job, problem)
     if fixed.encode_batch is None and (fixed.decode_micro_batches or fixed.encode_micro_batches):
         yield mistake(job, "schedule.encode_batch", None,

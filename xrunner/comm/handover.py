@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, kv_copies
 from xrunner.comm.messages import BlockMessage, ReceivedMessage, StepMessage, StopMessage
 from xrunner.comm.point_to_point import Comm
 from xrunner.devices import Arriving
@@ -51,8 +51,10 @@ def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignmen
                 for stage in decode for i, rank in enumerate(stage.ranks)]
     needed = []
     for own, other in ((e, d) for d in decode for e in encode):
-        layers = _shared(_layers(own), _layers(other))
-        for i, j in ((i, j) for j in range(other.tp_degree) for i in range(own.tp_degree)):
+        layers, copies = _shared(_layers(own), _layers(other)), kv_copies(spec, own.tp_degree)
+        # the ranks that hold copies of a head take turns to send it
+        for i, j in ((i, j) for j in range(other.tp_degree) for i in range(own.tp_degree)
+                     if (i - j) % copies == 0):
             held, wanted = _heads(own, i, spec), _heads(other, j, spec)
             heads = _shared(held, wanted)
             if layers and heads:
@@ -77,8 +79,9 @@ def _layers(stage: StageAssignment) -> range:
 
 def _heads(stage: StageAssignment, index: int, spec: ModelSpec) -> range:
     """KV heads of the rank at `index` of the stage's group (xrunner.models.weights)."""
-    share = spec.kv_heads // stage.tp_degree
-    return range(index * share, (index + 1) * share)
+    copies = kv_copies(spec, stage.tp_degree)
+    share = spec.kv_heads * copies // stage.tp_degree
+    return range(index // copies * share, (index // copies + 1) * share)
 
 
 def _shared(one: range, other: range) -> range:

@@ -189,7 +189,8 @@ class DecoderLayer:
     the model's (None: no rotation)."""
 
     def __init__(self, spec: ModelSpec, shard: Shard, index: int, weights: LayerWeights) -> None:
-        self.heads, self.kv_heads = shard.share(spec.num_heads), shard.share(spec.kv_heads)
+        self.heads = shard.share(spec.num_heads)
+        self.kv_heads = shard.of_kv(spec).share(spec.kv_heads)
         self.dim, self._all_reduce = spec.head_dim, shard.completes
         self.weights, self._scale = weights, spec.decoder.residual_scale
         self.rotary = rotary_of(spec, index)

@@ -100,6 +100,7 @@ class _Reader:
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, index: int, shard: Shard) -> None:
         self._spec, self._weights, self._shard = spec, weights, shard
+        self._kv_shard = shard.of_kv(spec)
         self._prefix, self._order = f"model.layers.{index}.", element_order(spec)
 
     def layer(self) -> LayerWeights:
@@ -113,10 +114,12 @@ class _Reader:
         return rms_weight(self._weights, self._prefix + name, self._spec.hidden_size,
                           adds_one=self._spec.decoder.norm_adds_one)
 
-    def _columns(self, name: str, *shape: int, first: int = 0, size: int | None = None) -> Tensor:
+    def _columns(self, name: str, *shape: int, first: int = 0, size: int | None = None,
+                 of_kv: bool = False) -> Tensor:
         """This shard's rows of a weight or bias (columns of the product). first, size: of these
         rows alone, where several weights are stored as one."""
-        part = self._shard.part(0, size or shape[0], first=first)
+        shard = self._kv_shard if of_kv else self._shard
+        part = shard.part(0, size or shape[0], first=first)
         if part is None and size is not None:
             part = TensorPart(0, first, first + size)
         return self._weights.get(self._prefix + name, shape, part)
@@ -132,13 +135,14 @@ class _Reader:
         for name, size in sizes.items():
             if spec.decoder.is_fused:
                 weight = self._columns("self_attn.qkv_proj.weight", sum(sizes.values()), hidden,
-                                       first=first, size=size)
+                                       first=first, size=size, of_kv=name != "q")
                 first += size
             else:
-                weight = self._columns(f"self_attn.{name}_proj.weight", size, hidden)
+                weight = self._columns(f"self_attn.{name}_proj.weight", size, hidden,
+                                       of_kv=name != "q")
             parts.append(self._ordered(weight) if name != "v" else weight)
             if spec.qkv_bias:
-                bias = self._columns(f"self_attn.{name}_proj.bias", size)
+                bias = self._columns(f"self_attn.{name}_proj.bias", size, of_kv=name != "q")
                 biases.append(self._ordered(bias) if name != "v" else bias)
         # one product instead of three: fewer, larger kernels at small batches
         return Product(torch.cat(parts), torch.cat(biases) if biases else None)
@@ -154,18 +158,20 @@ class _Reader:
         spec, kind, name = self._spec, self._spec.decoder.qk_norm, "self_attn.{}_norm"
         if not kind:
             return None
-        dim, shard, counts = spec.head_dim, self._shard, (spec.num_heads, spec.kv_heads)
-        sides = [(self._prefix + name.format(side), count)
-                 for side, count in zip("qk", counts, strict=True)]
+        dim, shard, kv_shard = spec.head_dim, self._shard, self._kv_shard
+        sides = [(self._prefix + name.format(side), count, part) for side, count, part in (
+            ("q", spec.num_heads, shard), ("k", spec.kv_heads, kv_shard))]
         if kind == "head":
             weight = torch.cat([
                 rms_weight(self._weights, own, dim, adds_one=spec.decoder.norm_adds_one
-                           ).expand(shard.share(count), dim) for own, count in sides])
+                           ).expand(part.share(count), dim) for own, count, part in sides])
             return HeadNorms(self._heads_ordered(weight), spec.norm_eps)
-        weight = torch.cat([all_heads(self._weights, own, count, dim, shard)
-                            for own, count in sides])
+        weight = torch.cat([all_heads(self._weights, own, count, dim, part)
+                            for own, count, part in sides])
+        # the group's sums count a copied head once a copy
+        summed = (spec.num_heads, spec.kv_heads * shard.degree // kv_shard.degree)
         return HeadNorms(self._heads_ordered(weight), spec.norm_eps,
-                         over=(counts[0] * dim, counts[1] * dim),
+                         over=(summed[0] * dim, summed[1] * dim),
                          sums=None if shard.degree == 1 else shard.exact_sum)
 
     def _heads_ordered(self, weight: Tensor) -> Tensor:
@@ -286,7 +292,7 @@ class Stage:
     @property
     def kv_heads(self) -> int:
         """Number of KV heads of this shard."""
-        return self.shard.share(self.spec.kv_heads)
+        return self.shard.of_kv(self.spec).share(self.spec.kv_heads)
 
     def scores(self, hidden: Tensor) -> Scores:
         """Logits [n, V_local] of this shard's tokens, from hidden [n, H]; last stage only."""

@@ -1,9 +1,10 @@
 """Sources of a layer's tensors, and one rank's share of a tensor-parallel layer.
 
 After Megatron-LM (arXiv:1909.08053): query, key, value and the MLP's inner columns are divided over
-the group (column parallel). The products after them yield partial sums (row parallel), which
-`all_reduce` completes: twice a layer, three times with cross-attention. Only the group's first rank
-holds a row-parallel bias, so it is added once."""
+the group (column parallel). Where its degree exceeds the number of KV heads, these are copied. The
+products after them yield partial sums (row parallel), which `all_reduce` completes: twice a layer,
+three times with cross-attention. Only the group's first rank holds a row-parallel bias, so it is
+added once."""
 
 import math
 import zlib
@@ -16,7 +17,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, kv_copies
 from xrunner.checkpoint.layout import HEAD, embedding_names, is_optional
 
 # chosen: elements drawn at a time from one seed; fewer save no memory, more skip less
@@ -178,6 +179,11 @@ class Shard:
         """This rank's number of `count` heads or columns; the degree must divide it."""
         assert count % self.degree == 0, f"{count = } {self.degree = }"
         return count // self.degree
+
+    def of_kv(self, spec: ModelSpec) -> Self:
+        """This rank's shard of keys and values. Ranks with copies of a head have the same one."""
+        copies = kv_copies(spec, self.degree)
+        return replace(self, index=self.index // copies, degree=self.degree // copies)
 
     def part(self, dim: int, size: int, *, first: int = 0) -> TensorPart | None:
         """This rank's even share of the `size` rows (dim 0) or columns (dim 1) from `first` on.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.deployment import Pool, StageAssignment
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, layer_params_of_rank
 from xgpt.core.units import DTYPE_BYTES
 from xsimulator.allocation import pool_layers
 
@@ -60,7 +60,9 @@ def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
                 # the embedding lies whole on every rank of a first stage (xsimulator.memory)
                 piece = (Piece(part, index, 0, 1) if part == "embedding"
                          else Piece(part, index, shard, degree))
-                own[piece] = round(params / piece.degree * DTYPE_BYTES[dtype])
+                params = (layer_params_of_rank(model, degree) if part == "layer"
+                          else params / piece.degree)
+                own[piece] = round(params * DTYPE_BYTES[dtype])
     return held
 
 

@@ -35,6 +35,16 @@ def test_tokens_equal_generate(made, answered, family, encode, decode, groups, b
     assert len(executors) == sum(encode) + sum(decode)
 
 
+# two KV heads, which each pool of four ranks holds twice
+@pytest.mark.parametrize(("encode", "decode"), [((4,), (1,)), ((1, 1), (4,)), ((4,), (2, 4))])
+def test_copied_heads_are_handed_over_once_to_each_rank(tmp_path, encode, decode):
+    model = toys.make_modern("llama", tmp_path, num_attention_heads=4)
+    queries, pools = random_queries(6), waa_pools(tmp_path, encode, decode)
+    rules = toy_waa_rules(len(encode), encode_batch=2, num_groups=2)
+    sink, _ = run_waa_in_process(tmp_path, queries, pools, rules)
+    assert answers_of(sink) == generated(model, queries)
+
+
 @pytest.mark.parametrize(("family", "encode_cuts", "decode_cuts"), some(
     [(family, *cuts) for family in ("llama", "t5") for cuts in (
         ([1], [4]), ([4], [1]), ([2], [3]), ([3], [1]))],

@@ -13,6 +13,7 @@ from toys import logits_of
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import (
+    Decoder,
     Experts,  # noqa: E402
     ModelSpec,
     refuse_tp_degree,
@@ -73,10 +74,41 @@ def test_shards_in_lockstep_equal_the_whole_stage(family, degree):
     assert whole["hidden"].std() > 1  # else the residual would hide a wrong product
 
 
+@pytest.mark.parametrize(("degree", "kv_heads", "family"), [
+    (4, 2, {}), (6, 2, {"has_qkv_bias": True}), (3, 1, {"decoder": Decoder(qk_norm="head")}),
+    (4, 2, {"decoder": Decoder(qk_norm="all")}), (4, 1, {"decoder": Decoder(is_fused=True)})])
+def test_copied_heads_in_lockstep_equal_the_whole_stage(degree, kv_heads, family):
+    spec = replace(SHAPE, num_kv_heads=kv_heads, **family)
+    torch.set_num_threads(1)
+    whole = run_stage(spec, WHOLE)
+    copies = degree // kv_heads
+    for rank, shard in enumerate(Lockstep(degree).run(lambda shard: run_stage(spec, shard))):
+        torch.testing.assert_close(shard["hidden"], whole["hidden"], rtol=1e-4, atol=1e-4)
+        head = rank // copies
+        torch.testing.assert_close(shard["cache"], whole["cache"][:, :, :, head:head + 1],
+                                   rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_with_a_copied_head_hold_the_same_projections():
+    """12 heads of 4 elements, 2 of keys, over 6 ranks: two heads and one of keys and values."""
+    spec = replace(SHAPE, num_kv_heads=2)
+    weights = RandomWeights(torch.float32)
+    ranks = [stage_model.gated_layer(spec, weights, 0, Shard(index, 6)) for index in range(6)]
+    joint = [layer.weights.qkv.weight for layer in ranks]
+    assert {(layer.heads, layer.kv_heads) for layer in ranks} == {(2, 1)}
+    assert {tuple(weight.shape) for weight in joint} == {((2 + 2 * 1) * 4, 48)}
+    shared = [weight[8:] for weight in joint]
+    assert all(torch.equal(shared[3 * head], shared[3 * head + i])
+               for head in (0, 1) for i in (1, 2))
+    assert not torch.equal(shared[0], shared[3])
+
+
 def test_a_degree_that_does_not_divide_is_refused_with_the_counts():
     assert refuse_tp_degree(SHAPE, 3) is None
     assert "the model's 12 attention heads" in str(refuse_tp_degree(SHAPE, 5))
-    assert "the model's 6 key-value heads" in str(refuse_tp_degree(SHAPE, 4))
+    assert refuse_tp_degree(SHAPE, 4) == (
+        "tp_degree 4 is neither a divisor nor a multiple of the model's 6 key-value heads")
+    assert refuse_tp_degree(replace(SHAPE, num_kv_heads=2), 4) is None
     odd = replace(SHAPE, intermediate_size=35)
     assert "the model's 35 MLP columns" in str(refuse_tp_degree(odd, 2))
     stage = split_stages(2, 1)[0]

@@ -144,7 +144,7 @@ def pools_of(encode: tuple[tuple[int, int], ...],
 
 
 POOLS = [((1, 6),), ((2, 6),), ((4, 6),), ((1, 2), (1, 4)), ((2, 5), (1, 1)), ((1, 3), (4, 3)),
-         ((1, 1), (2, 2), (1, 3))]
+         ((1, 1), (2, 2), (1, 3)), ((8, 6),), ((8, 2), (1, 4))]  # 8 ranks hold each head twice
 
 
 @pytest.mark.parametrize(("encode", "decode"), list(product(POOLS, POOLS)))
@@ -222,13 +222,13 @@ def test_a_failing_courier_is_not_kept_quiet():
 
 def cache_of(stage: StageAssignment) -> KvCache:
     return KvCache(kv_shape(spec(), torch.float32, slots=4, capacity=6,
-                            num_layers=stage.num_layers, kv_heads=4 // stage.tp_degree))
+                            num_layers=stage.num_layers, kv_heads=max(4 // stage.tp_degree, 1)))
 
 
 def fill(cache: KvCache, stage: StageAssignment, place: int) -> None:
     """Every entry another number, of its layer and head in the model, and its token."""
-    share = 4 // stage.tp_degree
+    share, copies = max(4 // stage.tp_degree, 1), max(stage.tp_degree // 4, 1)
     layers = torch.arange(stage.num_layers) + stage.first_layer + 1
-    heads = torch.arange(share) + place * share + 1
+    heads = torch.arange(share) + place // copies * share + 1
     pair = layers[:, None] * 100 + heads[None, :] * 10
     cache.store[:] = pair[:, None, None, :, None, None] + torch.arange(6)[:, None]

@@ -22,9 +22,9 @@ class EngineSettings:
     `tp_degree`: processes that divide each layer. `stages`: number of layers of each stage of a
     pipeline; one has all if none are given. `cores`: those of each process on CPUs.
     `max_tokens`: positions of the longest request. `kv_tokens`: KV tokens of all requests together,
-    of `kv_token_bytes` each over all processes. `most_tokens`: tokens of one pass. `is_random`:
-    random weights. `arguments`: run.engine_args, which override ours. `has_prefixes`: requests
-    share blocks."""
+    of `kv_token_bytes` each on a process with all layers. `most_tokens`: tokens of one pass.
+    `is_random`: random weights. `arguments`: run.engine_args, which override ours. `has_prefixes`:
+    requests share blocks."""
 
     model_dir: Path
     dtype: str
@@ -73,7 +73,7 @@ class EngineSettings:
             environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, self.stages))
         if is_cpu:
             bytes_each = self.num_blocks * block * -(
-                -self.kv_token_bytes * max(self.stages) // sum(self.stages) // self.tp_degree)
+                -self.kv_token_bytes * max(self.stages) // sum(self.stages))
             # its default binding reserves a core, and takes the others' hyperthreads
             environment |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "|".join(

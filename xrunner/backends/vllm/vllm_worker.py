@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from xgpt.core.errors import XgptError
+from xgpt.core.model import kv_elements_of_rank
 from xgpt.core.prefixes import in_blocks
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import DTYPE_BYTES
@@ -73,10 +74,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch, *,
     child.start()  # it imports vLLM meanwhile
 
     def settings_of(message: StartMessage) -> EngineSettings:
-        own = settings(plan, replica, message)
+        own = settings(plan, replica, message, shape.stages[0].tp_degree)
         return replace(
-            own, tp_degree=shape.stages[0].tp_degree,
-            stages=[stage.num_layers for stage in shape.stages], cores=cores_of_each(
+            own, stages=[stage.num_layers for stage in shape.stages], cores=cores_of_each(
                 [int(core) for core in devices], shape.devices_per_replica, threads)
             if is_cpu else ())
 
@@ -109,7 +109,8 @@ def check_versions(plan: RunPlan, world: World) -> None:
                         + "; ".join(sorted(one.replace("\0", ": ") for one in wrong)))
 
 
-def settings(plan: RunPlan, replica: Replica, message: StartMessage) -> EngineSettings:
+def settings(plan: RunPlan, replica: Replica, message: StartMessage,
+             tp_degree: int) -> EngineSettings:
     """Settings of vLLM for as many requests as the rule has at once, and prefixes beside them."""
     found = Spool(plan.output).prefixes if plan.shares_prefixes else None
     prefixes = found and in_blocks(found, plan.kv_block_tokens, is_whole=True)
@@ -121,8 +122,8 @@ def settings(plan: RunPlan, replica: Replica, message: StartMessage) -> EngineSe
         model_dir=plan.model_dir, dtype=plan.dtype, max_queries=queries,
         device_kind=plan.device_kind,
         max_tokens=min(message.capacity + 1, spec.max_positions or message.capacity + 1),
-        kv_token_bytes=(spec.kv_elements_per_token_layer * spec.num_layers
-                        * DTYPE_BYTES[plan.dtype]),
+        tp_degree=tp_degree, kv_token_bytes=int(
+            kv_elements_of_rank(spec, tp_degree) * spec.num_layers * DTYPE_BYTES[plan.dtype]),
         kv_tokens=min(replica.own.kv_tokens, most_tokens), has_prefixes=prefixes is not None,
         is_random=plan.served_by == SERVED_BY, arguments=plan.engine_args)
 
