@@ -1,7 +1,7 @@
 """Is a random configuration better than the schedule that the planner chooses?
 
-    python benchmarks/best_by_hand.py [--scenarios 8b ...] [--devices N] [--drawn N]
-        [--out benchmarks/results]
+    python benchmarks/best_by_hand.py [--scenarios 8b ...] [--copied-heads] [--devices N]
+        [--drawn N] [--out benchmarks/results]
 
 For every problem of hand_problems.py: the schedule that `xgpt schedule --horizon steady` chooses
 without a margin, beside the best of random configurations. Of each the number of devices of a copy,
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from hand_problems import SCENARIOS, HandScenario
+from hand_problems import COPIED_HEADS, SCENARIOS, HandScenario
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import IntArray
@@ -198,7 +198,7 @@ def page(rows: Sequence[Row], count: int) -> list[str]:
     header = ("problem", "bound s", "chosen", "requests/s", "upper bound", "best drawn", "its rate",
               "replayed", "ratio", "s")
     return ["# Best by hand", "", *about(__doc__).splitlines(), "",
-            f"- {len(rows)} of {4 * len(SCENARIOS)} problems, {count:,} configurations drawn of "
+            f"- {len(rows)} problems, {count:,} configurations drawn of "
             f"each. The planner has less than {LEAST_RATIO:.0%} of the best drawn in "
             f"{sum(row.is_below for row in rows)}.",
             f"- Its throughput over the best drawn: least {min(ratios):.3f}, median "
@@ -212,13 +212,17 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--scenarios", nargs="*", default=[""],
                         help="those whose model/cluster/task contains one of these")
+    parser.add_argument("--copied-heads", action="store_true", help="those whose tensor-parallel "
+                        "groups may exceed the KV heads, instead of the others")
     parser.add_argument("--devices", type=int, default=64, help="those of at most so many")
     parser.add_argument("--drawn", type=int, default=DRAWN, help="configurations of each problem")
     arguments = parser.parse_args()
-    chosen = [one for one in SCENARIOS if one.nodes * one.per_node <= arguments.devices
+    every = COPIED_HEADS if arguments.copied_heads else SCENARIOS
+    chosen = [one for one in every if one.nodes * one.per_node <= arguments.devices
               and any(part in one.name for part in arguments.scenarios)]
     rows = [row_of(one, bound_s, arguments.drawn) for one in chosen for bound_s in one.bounds()]
-    write("best-by-hand", "\n".join(page(rows, arguments.drawn)), arguments.out)
+    name = "best-by-hand" + "-copied-heads" * arguments.copied_heads
+    write(name, "\n".join(page(rows, arguments.drawn)), arguments.out)
     sys.exit(any(row.is_below for row in rows))
 
 

@@ -90,6 +90,12 @@ SCENARIOS = (
     HandScenario(model="llama-3.1-405b", device="H100", nodes=8, per_node=8, task=DOCUMENTS),
 )
 
+# whose groups of all their GPUs exceed the KV heads: two, and four
+COPIED_HEADS = (
+    HandScenario(model="qwen2.5-3b", device="L4", nodes=1, per_node=4, task="S"),
+    HandScenario(model="qwen3-235b-a22b", device="H200", nodes=1, per_node=8, task=DOCUMENTS),
+)
+
 
 def lengths_of(task: str) -> JointLengths:
     if task != DOCUMENTS:

@@ -1,7 +1,9 @@
 """Step times of stages: direct, by the replay's clock, by convex bounds, and over unequal links."""
 
 import math
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,16 +14,20 @@ from published.runs import Shape, static_batch_s, superpod_link
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.controls import FixedSchedule
+from xgpt.core.deployment import StageAssignment
+from xgpt.core.errors import InputError
 from xgpt.core.model import ModelSpec
 from xprofiler.roofline import Roofline, link_kind
 from xprofiler.timing import MessageKind, Operator
+from xrunner.comm.handover import transfers
 from xscheduler.replicas import replica_problems
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.convex_steps import AN_OCTAVE, ConvexTimes
 from xsimulator.layer_times import LayerTimes
+from xsimulator.memory import kv_bytes, weight_bytes
 from xsimulator.plans import PlanCache, StagePlans
 from xsimulator.replay.step_clock import StepClock, StepSizes
-from xsimulator.stage_times import StageTimes, least_times, stage_kinds
+from xsimulator.stage_times import HandoverCost, StageTimes, least_times, stage_kinds
 
 POOLS = [("opt-13b", "a40-4", 1, 0), ("gpt3-39b", "a40-16", 2, 6), ("t5-11b", "a40-8", 4, 4)]
 ONE = StepSizes(spans=[], tokens=0, encoded=0, decoded=0, context=0.0, longest=0.0, moved=0.0,
@@ -250,6 +256,58 @@ def test_groups_over_nodes_take_what_was_published_of_megatron_530b(degree):
     errors = 1e3 * found / np.array([*PUBLISHED_MS[degree].values()]) - 1
     assert np.abs(errors).mean() < 0.12, errors
     assert abs(errors.mean()) < 0.05, errors
+
+
+FEW_HEADS = replace(toy_problem().model, num_heads=16, num_kv_heads=2)
+
+
+def test_degrees_beyond_the_kv_heads_are_planned_where_they_are_multiples_of_them():
+    problem = toy_problem(model=FEW_HEADS)
+    plans = tensor_plans(problem, roofline_of(problem))
+    assert {plan.tp_degree for plan in plans} == {1, 2, 4}
+    three = replace(problem, model=replace(FEW_HEADS, num_heads=12, num_kv_heads=3))
+    assert {plan.tp_degree for plan in tensor_plans(three, roofline_of(problem))} == {1}
+    with pytest.raises(InputError, match="neither a divisor nor a multiple of the model's 3 key"):
+        tensor_plans(replace(three, fixed=FixedSchedule(tp_degree=4)), roofline_of(problem))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_memory_of_a_rank_is_that_of_its_kv_heads(degree):
+    problem = toy_problem(per_node=8, model=FEW_HEADS)
+    stage = StageAssignment(index=0, ranks=tuple(range(degree)), first_layer=0,
+                            num_layers=FEW_HEADS.num_layers)
+    each = FEW_HEADS.num_layers * FEW_HEADS.head_dim * 2  # keys, or values, of 2 bytes
+    heads = max(2 / degree, 1)
+    assert kv_bytes(problem, (stage,), 10.0)[0] == 10 * 2 * each * heads
+    held = weight_bytes(FEW_HEADS, (stage,), "float16")[0]
+    evenly = weight_bytes(replace(FEW_HEADS, num_kv_heads=16), (stage,), "float16")[0]
+    less = 2 * each * FEW_HEADS.hidden_size * (16 / degree - heads)
+    assert evenly - held == pytest.approx(less + 2 * each * (
+        16 / degree - heads) * FEW_HEADS.qkv_bias)
+
+
+@pytest.mark.parametrize(("encode", "decode"), [
+    *product(([1], [2], [4], [8], [1, 4]), repeat=2)])
+def test_no_rank_hands_over_more_than_is_planned(encode, decode):
+    problem = toy_problem(per_node=16, model=FEW_HEADS)
+    pools, layers = list[list[StageAssignment]](), FEW_HEADS.num_layers
+    first = 0
+    for degrees in (encode, decode):
+        pools.append([])
+        for place, degree in enumerate(degrees):
+            begin, end = (layers * i // len(degrees) for i in (place, place + 1))
+            pools[-1].append(StageAssignment(
+                index=place, ranks=tuple(range(first, first + degree)), first_layer=begin,
+                num_layers=end - begin))
+            first += degree
+    moved: Counter[tuple[str, int]] = Counter()
+    for one in transfers(*pools, FEW_HEADS):
+        count = (one.source_layers.stop - one.source_layers.start) * (
+            one.source_heads.stop - one.source_heads.start)
+        moved["from", one.source] += count
+        moved["to", one.target] += count
+    planned = HandoverCost(problem, roofline_of(problem), *pools).bytes_per_token
+    assert max(moved.values()) * 2 * FEW_HEADS.head_dim * 2 <= planned
 
 
 def test_a_group_over_nodes_is_looked_at_where_it_is_asked_for_or_needed():

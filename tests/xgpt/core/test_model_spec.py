@@ -15,7 +15,9 @@ from xgpt.core.hf.config import PLANNED_TYPES, from_hf_config, read_shape
 from xgpt.core.model import (
     ModelSpec,
     active_layer_params,
+    kv_copies,
     kv_elements_of_rank,
+    layer_params_of_rank,
     model_from_dict,
     refuse_tp_degree,
 )
@@ -86,6 +88,22 @@ def test_parameters_are_counted_once_and_those_of_shared_heads_and_cross_attenti
     assert spec.is_encoder_decoder and not catalog.model("opt-13b").is_encoder_decoder
     extra = spec.decoder_layer_params - spec.encoder_layer_params
     assert extra == spec.attention_params + spec.hidden_size
+
+
+def test_beyond_its_kv_heads_each_rank_of_a_group_holds_a_whole_one():
+    """Qwen3-235B has 4 KV heads: on 8 ranks every head lies twice, with its projections."""
+    spec, h200 = catalog.model("qwen3-235b-a22b"), catalog.device("H200")
+    assert [kv_copies(spec, degree) for degree in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
+    assert [kv_elements_of_rank(spec, degree) / 256 for degree in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    of_head = 2 * 128 * 4096
+    assert layer_params_of_rank(spec, 4) == spec.decoder_layer_params / 4
+    assert layer_params_of_rank(spec, 8) == spec.decoder_layer_params / 8 + of_head / 2
+    biased = replace(spec, has_qkv_bias=True)
+    assert layer_params_of_rank(biased, 8) == biased.decoder_layer_params / 8 + (of_head + 256) / 2
+    # reading one head's entries takes as long, whether eight or sixteen of queries read them
+    times = [float(Roofline(spec, h200, "bfloat16").operator_s(
+        Operator.DECODE_ATTENTION, 256.0, 8000.0, tp_degree=degree)) for degree in (2, 4, 8)]
+    assert times[0] > 1.8 * times[1] and times[1] == pytest.approx(times[2], rel=0.05)
 
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
