@@ -115,11 +115,10 @@ class _Reader:
                           adds_one=self._spec.decoder.norm_adds_one)
 
     def _columns(self, name: str, *shape: int, first: int = 0, size: int | None = None,
-                 of_kv: bool = False) -> Tensor:
+                 shard: Shard | None = None) -> Tensor:
         """This shard's rows of a weight or bias (columns of the product). first, size: of these
         rows alone, where several weights are stored as one."""
-        shard = self._kv_shard if of_kv else self._shard
-        part = shard.part(0, size or shape[0], first=first)
+        part = (shard or self._shard).part(0, size or shape[0], first=first)
         if part is None and size is not None:
             part = TensorPart(0, first, first + size)
         return self._weights.get(self._prefix + name, shape, part)
@@ -133,16 +132,16 @@ class _Reader:
         sizes = {"q": width, "k": kv_width, "v": kv_width}
         parts, biases, first = [], [], 0
         for name, size in sizes.items():
+            own = self._shard if name == "q" else self._kv_shard
             if spec.decoder.is_fused:
                 weight = self._columns("self_attn.qkv_proj.weight", sum(sizes.values()), hidden,
-                                       first=first, size=size, of_kv=name != "q")
+                                       first=first, size=size, shard=own)
                 first += size
             else:
-                weight = self._columns(f"self_attn.{name}_proj.weight", size, hidden,
-                                       of_kv=name != "q")
+                weight = self._columns(f"self_attn.{name}_proj.weight", size, hidden, shard=own)
             parts.append(self._ordered(weight) if name != "v" else weight)
             if spec.qkv_bias:
-                bias = self._columns(f"self_attn.{name}_proj.bias", size, of_kv=name != "q")
+                bias = self._columns(f"self_attn.{name}_proj.bias", size, shard=own)
                 biases.append(self._ordered(bias) if name != "v" else bias)
         # one product instead of three: fewer, larger kernels at small batches
         return Product(torch.cat(parts), torch.cat(biases) if biases else None)
@@ -169,9 +168,9 @@ class _Reader:
         weight = torch.cat([all_heads(self._weights, own, count, dim, part)
                             for own, count, part in sides])
         # the group's sums count a copied head once a copy
-        summed = (spec.num_heads, spec.kv_heads * shard.degree // kv_shard.degree)
+        keys = spec.kv_heads * shard.degree // kv_shard.degree
         return HeadNorms(self._heads_ordered(weight), spec.norm_eps,
-                         over=(summed[0] * dim, summed[1] * dim),
+                         over=(spec.num_heads * dim, keys * dim),
                          sums=None if shard.degree == 1 else shard.exact_sum)
 
     def _heads_ordered(self, weight: Tensor) -> Tensor:
