@@ -110,7 +110,7 @@ def show(file: Path, as_json: bool, is_verbose: bool) -> None:
 @click.option("--dtype", type=click.Choice([d for d in DTYPES if d != "auto"]), default="float16",
               show_default=True, help="Dtype of the measurements.")
 @click.option("--engine", metavar="NAME",
-              help="Engine of the measurements: vllm (default), tensorrt-llm.")
+              help="Engine of the measurements: vllm (default), tensorrt-llm, sglang.")
 @click.option("--engine-version", metavar="VERSION",
               help="Version of the engine (default: the newest in FOLDER).")
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE",

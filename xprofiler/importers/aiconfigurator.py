@@ -1,14 +1,16 @@
-"""Reads aiconfigurator's kernel tables (ai-dynamo/aiconfigurator): milliseconds of one call of one
-kernel of an inference engine, by its sizes.
+"""Reads kernel tables of aiconfigurator and of AISimulate, its successor (ai-dynamo on GitHub,
+Apache-2.0): milliseconds of one call of one kernel of an inference engine, by its sizes. They are
+exported to CSV, or lie as in both repositories under `systems/data`:
 
-    <system>_<framework>_<version>_{gemm,context_attention,generation_attention}.csv
-    <system>_<framework>_<version>_custom_allreduce.csv
-    <system>_nccl_<version>.csv
+    <system>_<framework>_<version>_<table>.csv, <system>_nccl_<version>.csv
+    <system>/<family>/<framework>/<version>/<table>_perf.parquet, also <system>/comm/nccl/...
 
 The files count milliseconds and elements of two bytes; the tables read from them hold seconds and
 bytes."""
 
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -40,15 +42,15 @@ from xprofiler.profile import ALL_REDUCE, Peaks, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
 ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]
-COMMIT, DATE = "095f58a51", "2026-08-21"
+COMMIT, DATE = "095f58a51", "2026-08-21"  # of the exported tables
 SYSTEMS = {"a100_sxm": "A100-80", "h100_sxm": "H100", "h200_sxm": "H200"}
-# Versions whose columns these readers were written for.
-VERSIONS = {"vllm": ("0.14.0", "0.19.0"), "trtllm": ("1.0.0", "1.2.0rc5")}
-ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm"}  # the catalog's names
+# framework -> the catalog's name
+ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm", "sglang": "sglang"}
 LINKS = {"A100-80": "nvlink3", "H100": "nvlink4", "H200": "nvlink4"}
 DEGREES = (1, 2, 4, 8)
 _BEYOND_PEAK = 1.05  # chosen: times shorter than the data sheet allows by more are not believed
-_UNUSED_ATTENTION = "version|window_size"
+_UNUSED = ("framework|version|device|op_name|kernel_source|beam_width|isl|backend|implementation|"
+           "power|power_limit|compute_bound")
 _ALL = slice(None)
 
 
@@ -58,7 +60,7 @@ def read_gemms(path: Path) -> dict[str, Table]:
     table = read_table(path, [
         *(Column(name, "count", least=1, is_work=True) for name in "mnk"), Column("latency", "ms"),
         Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True,
-               default="bfloat16")])
+               default="bfloat16", is_choice=True)], _UNUSED)
     return {dtype: table.of(table["gemm_dtype"] == dtype)
             for dtype in np.unique(table["gemm_dtype"]).tolist()}
 
@@ -74,45 +76,39 @@ def read_gemm(path: Path) -> Table:
 def read_context_attention(path: Path) -> Table:
     """Table of prefill attention: `latency` in seconds for `batch_size` prompts of `tokens` each,
     without a cached prefix. Heads are counted per GPU."""
-    table = _read_attention(path, Column("isl", "count", least=1, is_work=True))
-    for i in np.flatnonzero(table["step"])[:1]:
-        raise wrong(path, "step", int(table["step"][i]), "0: no cached prefix", int(table.lines[i]))
+    table = _read_attention(path, Column("isl", "count", least=1, is_work=True),
+                            Column("step", "text", allowed=("0",), is_choice=True))
     return table.of(_ALL, tokens=table["isl"])
 
 
 def read_generation_attention(path: Path) -> Table:
     """Table of decode attention: `latency` in seconds of one new token for each of `batch_size`
     requests, whose contexts have `tokens` with the new one. Heads are counted per GPU."""
-    table = _read_attention(path)
+    table = _read_attention(path, Column("step", "count"))
     return table.of(_ALL, tokens=table["step"] + 1)
 
 
 def read_all_reduce(path: Path) -> Table:
     """Table of all-reduces: `latency` in seconds by `num_gpus` and `num_bytes`. Reads a framework's
     own kernels or, by the file's name, NCCL's. `kernel_source` is empty where the file has none."""
-    more, unused = [
-        Column("allreduce_dtype", "text", allowed=("bfloat16",)),
-        Column("kernel_source", "text", may_lack=True, default="")], "backend|implementation"
-    if "_nccl_" in path.name:
-        more, unused = [
-            Column("nccl_dtype", "text", allowed=("half", "bfloat16")),
-            Column("op_name", "text",
-                   allowed=("all_reduce", "all_gather", "alltoall", "reduce_scatter"))], ""
+    more = [Column("allreduce_dtype", "text", allowed=("bfloat16",), is_choice=True),
+            Column("kernel_source", "text", may_lack=True, default="")]
+    is_nccl = "_nccl_" in path.name or path.name.startswith("nccl_")
+    if is_nccl:
+        more = [Column("nccl_dtype", "text", allowed=("half", "bfloat16"), is_choice=True),
+                Column("op_name", "text", allowed=("all_reduce",), is_choice=True)]
     table = read_table(path, [
         Column("num_gpus", "count", least=2),
         Column("message_size", "count", least=1, is_work=True), Column("latency", "ms"), *more],
-        unused)
-    if "op_name" in table:
-        table = table.of(table["op_name"] == "all_reduce",
-                         kernel_source=np.full(len(table.lines), ""))
+        _UNUSED)
+    if is_nccl:
+        table = table.of(_ALL, kernel_source=np.full(len(table.lines), ""))
     return table.of(_ALL, num_bytes=table["message_size"] * ELEMENT_BYTES)
 
 
 def of_graphs(table: Table) -> Table:
-    """The rows of `table` that were launched from a CUDA graph; all rows where none names its
-    kernel."""
-    kernel = table["kernel_source"]
-    return table.of(np.char.endswith(kernel, "_graph") | ~(kernel != "").any())
+    """The rows of `table` but those that say that they were not launched from a CUDA graph."""
+    return table.of(~np.char.endswith(table["kernel_source"], "_eager"))
 
 
 class GemmTimes:
@@ -166,10 +162,35 @@ def _read_attention(path: Path, *more: Column) -> Table:
     names = ("batch_size", "num_heads", "num_key_value_heads")
     return read_table(path, [
         *(Column(name, "count", least=1, is_work=name == "batch_size") for name in names), *more,
-        Column("head_dim", "count", least=1, may_lack=True, default=128), Column("step", "count"),
-        Column("attn_dtype", "text", allowed=("bfloat16",), may_lack=True),
-        Column("kv_cache_dtype", "text", allowed=("bfloat16",), may_lack=True),
-        Column("latency", "ms")], _UNUSED_ATTENTION)
+        Column("head_dim", "count", least=1, may_lack=True, default=128),
+        *(Column(name, "text", allowed=allowed, may_lack=True, is_choice=True)
+          for name, allowed in (("attn_dtype", ("bfloat16",)), ("kv_cache_dtype", ("bfloat16",)),
+                                ("window_size", ("0",)))),  # 0: attention to all tokens
+        Column("latency", "ms")], _UNUSED)
+
+
+class _Tables(NamedTuple):
+    """Tables of one version of an engine (framework) on a system, in either layout."""
+
+    folder: Path
+    system: str
+    framework: str
+    version: str
+
+    def path(self, name: str) -> Path:
+        """The path that a table has, or would have."""
+        flat = self.folder / f"{self.system}_{self.framework}_{self.version}_{name}.csv"
+        family = {"gemm": "gemm", "custom_allreduce": "comm"}.get(name, "attention")
+        return flat if flat.is_file() else (self.folder / self.system / family / self.framework
+                                            / self.version / f"{name}_perf.parquet")
+
+    def origin(self, key: str, known: str) -> str:
+        """`known`, of an export; else the last value of a key of `collection_meta.yaml` beside the
+        products, or nothing."""
+        meta = (path := self.path("gemm")).parent / "collection_meta.yaml"
+        text = meta.read_text("utf-8") if meta.is_file() else ""
+        found = re.findall(rf"{key}: '?([0-9a-f-]+)", text) or [""]
+        return known if path.suffix == ".csv" else found[-1][:10]
 
 
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
@@ -180,57 +201,57 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
     unknown engine, version or device, for a folder without such tables, and for a model whose
     attention heads they lack at every degree."""
     engine = engine or "vllm"
-    system, framework, version = _tables_of(folder, device, engine, version)
-
-    def table(name: str) -> Path:
-        return folder / f"{system}_{framework}_{version}_{name}.csv"
-
-    source = Source(name="aiconfigurator", kernels=f"aiconfigurator {framework}",
-                    commit=COMMIT, date=DATE, libraries=f"{framework} {version}")
-    source.check(table("gemm"), model, dtype)
+    tables = _tables_of(folder, device, engine, version)
+    libraries = f"{tables.framework} {tables.version}"
+    source = Source(name="aiconfigurator", kernels=f"aiconfigurator {tables.framework}",
+                    commit=tables.origin("collector_ref", COMMIT),
+                    date=tables.origin("collected_at", DATE), libraries=libraries)
+    source.check(tables.path("gemm"), model, dtype)
     draft = ProfileDraft(model, device, dtype, engine)
-    times = GemmTimes(read_gemm(table("gemm")))
+    times = GemmTimes(read_gemm(tables.path("gemm")))
     degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
     for degree in degrees:
         _add_products(draft, times, model, degree)
-    if (path := table("context_attention")).is_file():
+    if (path := tables.path("context_attention")).is_file():
         _add_attention(draft, read_context_attention(path), model, Operator.ENCODE_ATTENTION)
-    if (path := table("generation_attention")).is_file():
+    if (path := tables.path("generation_attention")).is_file():
         _add_attention(draft, read_generation_attention(path), model, Operator.DECODE_ATTENTION)
-    own = [table("custom_allreduce")] if table("custom_allreduce").is_file() else []
-    for path in [*own, *sorted(folder.glob(f"{system}_nccl_*.csv"))][:1]:
+    paths = [tables.path("custom_allreduce"), *sorted(folder.glob(f"{tables.system}_nccl_*.csv")),
+             *sorted(folder.glob(f"{tables.system}/comm/nccl/*/nccl_perf.parquet"))]
+    for path in [path for path in paths if path.is_file()][:1]:
         _add_all_reduce(draft, read_all_reduce(path), LINKS[device.name])
     if not draft.degrees:
-        fail(table("gemm"), [Fault(None, f"tensor-parallel degree {d}", None, why)
+        fail(tables.path("gemm"), [Fault(None, f"tensor-parallel degree {d}", None, why)
                              for d, why in sorted(draft.refused.items())])
     draft.notes.append("products between the measured m, n, k by the logarithms of time and size; "
                        "norms, rotary embedding, activation, residual adds and sampling from the "
                        "analytic roofline")
     draft.fill_from_roofline()
-    return draft.profile(source, f"{system} {framework} {version}")
+    return draft.profile(source, f"{tables.system} {libraries}")
 
 
-def _tables_of(folder: Path, device: Device, engine: str, version: str | None
-               ) -> tuple[str, str, str]:
-    """(system, framework, version) as in the file names of the engine's tables for `device`; the
-    newest version found where `version` is None."""
+def _tables_of(folder: Path, device: Device, engine: str, version: str | None) -> _Tables:
+    """The engine's tables for `device`: of the newest version found where `version` is None."""
     framework = next((name for name, known in ENGINES.items() if known == engine), None)
     if framework is None:
         raise wrong("command line", "--engine", engine, f"one of {', '.join(ENGINES.values())}")
-    known = VERSIONS[framework]
-    if version is not None and version not in known:
-        raise wrong("command line", "--engine-version", version,
-                    f"of {engine}, one of {', '.join(known)}")
     system = next((system for system, name in SYSTEMS.items() if name == device.name), None)
     if system is None:
         raise wrong(folder, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")
-    wanted = known if version is None else (version,)
-    found = [one for one in wanted if (folder / f"{system}_{framework}_{one}_gemm.csv").is_file()]
-    if not found:
-        there = ", ".join(sorted(p.name for p in folder.glob("*_gemm.csv"))) or "none"
-        raise wrong(folder, "tables", f"{system}_{framework}",
-                    f"versions {', '.join(wanted)}; there are: {there}")
-    return system, framework, found[-1]
+    found = _Tables(folder, system, framework, "VERSION")
+    start, end = f"{system}_{framework}_", "_gemm.csv"
+    there = [path.name[len(start):-len(end)] for path in folder.glob(f"{start}*{end}")] + [
+        path.parent.name for path in folder.glob(f"{system}/gemm/{framework}/*/gemm_perf.parquet")]
+    if not there:
+        others = ", ".join(sorted(str(path.relative_to(folder)) for path in (
+            *folder.glob("*_gemm.csv"), *folder.glob("*/gemm/*/*/gemm_perf.parquet")))) or "none"
+        raise wrong(folder, "tables", f"{system}_{framework}", f"{found.path('gemm')}, or "
+                    f"{start}VERSION{end}; there are: {others}")
+    if version is not None and version not in there:
+        raise wrong("command line", "--engine-version", version,
+                    f"of {engine}, one of {', '.join(sorted(there))}")
+    return found._replace(version=version or max(there, key=lambda one: [  # a commit is the oldest
+        int(number) for number in re.findall("[0-9]+", one) if one[0].isdigit()]))
 
 
 def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:

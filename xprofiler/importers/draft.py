@@ -1,4 +1,4 @@
-"""Shared parts of importers: CSV tables, and a Profile made of imported and analytic tables."""
+"""Shared parts of importers: tables of files, and a Profile made of imported and analytic ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.cluster import Device
 from xgpt.core.engines import OWN_ENGINE
-from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, wrong
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
@@ -37,7 +38,8 @@ _SHOWN = 20  # faults of one column that are listed; the rest are counted
 class Column(NamedTuple):
     """A column to read. `least`: smallest count allowed. `allowed`: texts allowed. `may_lack`: the
     file may lack the column; every row then has `default`, if given. `is_work`: rows with 0 here
-    timed nothing, and are left out."""
+    timed nothing, and are left out. `is_choice`: rows with texts that are not allowed are left
+    out, too, unless all have such ones."""
 
     name: str
     kind: Literal["ms", "count", "text"]
@@ -46,6 +48,7 @@ class Column(NamedTuple):
     may_lack: bool = False
     default: int | str | None = None
     is_work: bool = False
+    is_choice: bool = False
 
 
 class Fault(NamedTuple):
@@ -62,7 +65,8 @@ _Read = tuple[NDArray[Any], list[Fault]]  # a column's values, and what is wrong
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
-    """Columns of a CSV file by name, each [rows]. `lines` [rows]: the line of each row."""
+    """Columns of a file by name, each [rows]. `lines` [rows]: the line of each row (in Parquet its
+    number)."""
 
     path: Path
     lines: NDArray[np.int64]
@@ -83,7 +87,7 @@ class Table:
 
 
 def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table:
-    """The Table of the CSV file `path`. `unused`: pattern of known columns that are not read.
+    """The Table of a CSV or Parquet file. `unused`: pattern of known columns that are not read.
     Raises InputError naming every missing or unknown column and every bad cell."""
     header, lines, rows = _rows(path)
     kept = _with_work(header, rows, columns)
@@ -111,11 +115,13 @@ def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table
 
 
 def _with_work(header: list[str], rows: list[list[str]], columns: Sequence[Column]) -> list[int]:
-    """Indices of the rows that timed something; all rows, if none did."""
-    at = [header.index(column.name) for column in columns
-          if column.is_work and column.name in header]
-    kept = [i for i, row in enumerate(rows)
-            if not any(index < len(row) and _number(row[index]) == 0 for index in at)]
+    """Indices of the rows that timed something, with chosen texts; all rows, if none has both."""
+    there = [column for column in columns if column.name in header]
+    at = [header.index(column.name) for column in there if column.is_work]
+    chosen = [(header.index(column.name), column.allowed) for column in there if column.is_choice]
+    kept = [i for i, row in enumerate(rows) if len(row) != len(header) or not (
+        any(_number(row[index]) == 0 for index in at)
+        or any(row[index].strip() not in allowed for index, allowed in chosen))]
     return kept or list(range(len(rows)))
 
 
@@ -128,17 +134,34 @@ def fail(path: Path, faults: Iterable[Fault]) -> None:
 
 
 def _rows(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
-    """(header, line number of each row, cells of each row). Raises InputError."""
+    """(header, line number of each row, cells of each row). Raises InputError, and
+    MissingExtraError for Parquet without pyarrow."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            header = [name.strip() for name in next(reader, [])]
-            numbered = [(reader.line_num, row) for row in reader if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as cause:
-        raise wrong(path, "file", None, f"a readable CSV file: {cause}") from None
+        if path.suffix == ".parquet":
+            header, numbered = _parquet_rows(path)
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.reader(file)
+                header = [name.strip() for name in next(reader, [])]
+                numbered = [(reader.line_num, row) for row in reader if row]
+    except (OSError, ValueError, csv.Error) as cause:
+        raise wrong(path, "file", None, f"a readable {path.suffix[1:].upper()} file (in a clone, "
+                    f"after `git lfs pull`): {cause}") from None
     if not numbered:
         raise wrong(path, "rows", None, "a header and at least one row; the file is empty")
     return header, [n for n, _ in numbered], [row for _, row in numbered]
+
+
+def _parquet_rows(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    try:
+        read = import_module("pyarrow.parquet").ParquetFile
+    except ImportError:
+        raise MissingExtraError("pyarrow", "parquet", f"reading {path.name}") from None
+    with read(path) as file:
+        table = file.read()
+    cells = [["" if value is None else str(value) for value in column.to_pylist()]
+             for column in table.columns]
+    return table.column_names, list(enumerate(map(list, zip(*cells, strict=True)), 1))
 
 
 def _column(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from xgpt.cli.main import cli
 from xgpt.core import catalog
-from xgpt.core.catalog.releases import compared, releases_of, row_named
+from xgpt.core.catalog.releases import engine_rows, row_named
 
 
 @pytest.mark.parametrize(("text", "row"), [
@@ -34,10 +34,12 @@ def test_a_release_that_nobody_measured_is_refused_with_the_nearest_and_its_erro
         row_named(text)
     words = str(refused.value)
     assert f"nobody measured this release; the nearest measured one is {nearest}" in words
-    row = words.partition("plan.engine: ")[2].partition(";")[0]
-    assert str(compared(row)) in words and "% off" in words
-    for release in releases_of(text.rpartition("-")[0]):
-        assert release.replace("+", " and later") in words
+    rows = {row["engine"]: row for row in engine_rows()}
+    row = rows[words.partition("plan.engine: ")[2].partition(";")[0]]
+    assert f"{row['cases']} published cases, {row['error']:.0%} off" in words
+    for name, row in rows.items():
+        if name.startswith(text.rpartition("-")[0]):
+            assert all(one.replace("+", " and later") in words for one in row["releases"])
 
 
 @pytest.mark.parametrize("text", ["vlm-0.12", "vllm-", "vllm-12", "vllm-a.b", "-0.12", ""])

@@ -6,6 +6,7 @@ Tests of the files themselves read `shared/data` beside the checkout and skip wh
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from imported import A100, DATA, TINY, again, needs_data, seconds, write
 
 from xgpt.core import catalog
-from xgpt.core.errors import InputError, UnknownNameError
+from xgpt.core.errors import InputError, MissingExtraError, UnknownNameError
 from xprofiler.constants import engine_constants
 from xprofiler.importers import aiconfigurator, import_folder
 from xprofiler.profile_timing import ProfileTiming
@@ -81,11 +82,117 @@ def test_an_engine_and_a_version_may_be_chosen_and_others_are_refused(tables: Pa
     assert libraries() == libraries(engine="vllm", version="0.19.0") == "vllm 0.19.0"
     assert libraries(version="0.14.0") == "vllm 0.14.0"
     assert libraries(engine="tensorrt-llm") == "trtllm 1.0.0"
-    for of, words in (({"engine": "sglang"}, "vllm, tensorrt-llm"),
+    for of, words in (({"engine": "deepspeed"}, "vllm, tensorrt-llm, sglang"),
+                      ({"engine": "sglang"}, "a100_sxm_sglang_VERSION_gemm.csv; there are"),
                       ({"version": "0.15.0"}, "0.14.0, 0.19.0"),
-                      ({"engine": "tensorrt-llm", "version": "1.2.0rc5"}, "there are")):
+                      ({"engine": "tensorrt-llm", "version": "1.2.0rc5"}, "one of 1.0.0")):
         with pytest.raises(InputError, match=words):
             libraries(**of)
+
+
+COLLECTED = """schema_version: 2
+runtime: {framework: vllm, version: 0.25.0}
+tables:
+  gemm_perf:
+    collections:
+    - collector_ref: cbaf51b64fa460e5ec6146bde407a4c64958212d
+      collected_at: '2026-09-17'
+"""
+
+
+def parquet(path: Path, version: str, rows: list[dict[str, object]]) -> None:
+    """A table as AISimulate's collectors write it: what it is of comes first, power last."""
+    pa = pytest.importorskip("pyarrow")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    of = {"framework": "VLLM", "version": version, "device": "NVIDIA A100-SXM4-80GB",
+          "op_name": path.stem.removesuffix("_perf"), "kernel_source": "default"}
+    pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(
+        [{**of, **row, "power": 300.0, "power_limit": 400.0} for row in rows]), path)
+
+
+def tree(folder: Path, version: str = "0.25.0", slow: float = 1.0) -> Path:
+    """`systems/data` with the times of `tables`, and rows of other types, windows and prefixes."""
+    data = folder / "systems" / "data"
+    places = {name: data / "a100_sxm" / name / "vllm" / version
+              for name in ("gemm", "attention", "comm")}
+    parquet(places["gemm"] / "gemm_perf.parquet", version, [
+        {"gemm_dtype": dtype, "m": m, "n": n, "k": k, "latency": slow * times * 1e-6 * m * n * k}
+        for dtype, times in (("bfloat16", 1.0), ("fp8_block", 7.0)) for m in (1, 8, 64)
+        for n in SIZES for k in SIZES])
+    heads = [{"num_heads": h, "num_key_value_heads": kv, "head_dim": 16, "beam_width": 1,
+              "attn_dtype": "bfloat16", "kv_cache_dtype": cache, "window_size": window}
+             for h, kv in ((4, 2), (2, 1)) for cache, window in (
+                 ("bfloat16", 0), ("fp8", 0), ("bfloat16", 128))]
+
+    def more(of: dict[str, object]) -> float:
+        return 1.0 if (of["kv_cache_dtype"], of["window_size"]) == ("bfloat16", 0) else 9.0
+
+    parquet(places["attention"] / "context_attention_perf.parquet", version, [
+        {"batch_size": b, "isl": n, **of, "step": step, "latency": more(of) * b * (n + step) / 100}
+        for of in heads for b in (1, 4) for n in (16, 256) for step in (0, 64)])
+    parquet(places["attention"] / "generation_attention_perf.parquet", version, [
+        {"batch_size": b, "isl": 1, **of, "step": step, "latency": more(of) * b * (step + 1) / 1000}
+        for of in heads for b in (1, 8) for step in (15, 31, 255)])
+    parquet(places["comm"] / "custom_allreduce_perf.parquet", version, [
+        {"kernel_source": f"vLLM_custom_{kind}", "allreduce_dtype": "bfloat16", "num_gpus": 2,
+         "message_size": size, "latency": size * times / 1e4, "backend": f"vllm_{kind}"}
+        for size in (1000, 4000) for kind, times in (("graph", 1), ("eager", 7))])
+    (places["gemm"] / "collection_meta.yaml").write_text(COLLECTED, "utf-8")
+    return data
+
+
+def test_the_tree_of_aisimulate_gives_the_same_times_as_an_export(tmp_path, tables) -> None:
+    data = tree(tmp_path)
+    tree(tmp_path, "0.9.2", slow=5.0)
+    (data / "a100_sxm/gemm/vllm/dev-7c1/gemm_perf.parquet").parent.mkdir()
+    shutil.copy(data / "a100_sxm/gemm/vllm/0.9.2/gemm_perf.parquet",
+                data / "a100_sxm/gemm/vllm/dev-7c1/gemm_perf.parquet")
+    found, exported = (again(import_folder("aiconfigurator", folder, TINY, A100, "bfloat16"),
+                             tmp_path) for folder in (data, tables))
+    assert found.metadata.libraries == "vllm 0.25.0" and found.metadata.date == "2026-09-17"
+    assert found.metadata.commit == "cbaf51b64f"
+    for operator, x, y in ((Operator.LAYER_REST, 8, 0), (Operator.ENCODE_ATTENTION, 256, 4),
+                           (Operator.DECODE_ATTENTION, 8, 256)):
+        for degree in (1, 2):
+            assert seconds(found, operator, x, y, tp_degree=degree) == pytest.approx(
+                seconds(exported, operator, x, y, tp_degree=degree))
+    link = catalog.link("nvlink3")
+    assert ProfileTiming(found).message_s(MessageKind.ALL_REDUCE, [8000], link, tp_degree=2) == (
+        pytest.approx(ProfileTiming(exported).message_s(MessageKind.ALL_REDUCE, [8000], link,
+                                                        tp_degree=2)))
+    slow = import_folder("aiconfigurator", data, TINY, A100, "bfloat16", version="0.9.2")
+    assert seconds(slow, Operator.LAYER_REST, 64) > 3 * seconds(found, Operator.LAYER_REST, 64)
+
+
+def test_nccl_of_the_tree_stands_in_for_all_reduces_of_the_engine(tmp_path) -> None:
+    data = tree(tmp_path)
+    (data / "a100_sxm/comm/vllm/0.25.0/custom_allreduce_perf.parquet").unlink()
+    parquet(data / "a100_sxm/comm/nccl/2.30.7/nccl_perf.parquet", "2.30.7", [
+        {"op_name": name, "nccl_dtype": dtype, "num_gpus": 2, "message_size": size, "latency": times
+         * size / 1e4} for size in (1000, 4000) for name, dtype, times in (
+             ("all_reduce", "half", 1), ("all_gather", "half", 5), ("all_reduce", "int8", 5))])
+    profile = import_folder("aiconfigurator", data, TINY, A100, "bfloat16")
+    times = ProfileTiming(profile).message_s(MessageKind.ALL_REDUCE, [2000, 8000],
+                                             catalog.link("nvlink3"), tp_degree=2)
+    assert times[1] - times[0] == pytest.approx(0.3e-3)
+
+
+def test_a_pointer_of_git_lfs_and_a_missing_pyarrow_are_said(tmp_path, monkeypatch) -> None:
+    data = tree(tmp_path)
+    path = data / "a100_sxm/gemm/vllm/0.25.0/gemm_perf.parquet"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "utf-8")
+    with pytest.raises(InputError, match="a readable PARQUET file .*git lfs pull"):
+        import_folder("aiconfigurator", data, TINY, A100, "bfloat16")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(MissingExtraError, match=r"gemm_perf.parquet needs .*\[parquet\]"):
+        import_folder("aiconfigurator", data, TINY, A100, "bfloat16")
+
+
+def test_a_table_of_other_types_alone_is_refused(tables: Path) -> None:
+    write(tables / "a100_sxm_vllm_0.14.0_gemm.csv", ["gemm_dtype", "m", "n", "k", "latency"],
+          [["nvfp4", 1, 32, 32, 1.0]])
+    with pytest.raises(InputError, match="gemm_dtype = 'nvfp4': one of bfloat16, fp8"):
+        import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
 
 
 def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables: Path) -> None:
