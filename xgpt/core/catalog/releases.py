@@ -9,22 +9,23 @@ from xgpt.core import catalog
 from xgpt.core.errors import nearest
 
 _NAMED = re.compile(r"(.+?)-v?([0-9]{1,4}\.[0-9]{1,3})([.a-z+-].*)?")
-_RUNS = ("request", "static batch", "prompt", "decode step")  # operators alone leave out the host
+# (part of a run, what was left out of the fit for it); operators alone say nothing of the host.
+_RUNS = (("request", "shape"), ("static batch", ""), ("prompt", ""), ("decode step", ""))
 
 
 def engine_rows() -> list[dict[str, Any]]:
     """The engines: name, releases, date, source, `cases`: published runs or parts of them that each
-    was compared with, `error`: mean error of those that no constant was fitted to (None: none)."""
+    was compared with, `error`: their mean error where constants were fitted without their shape,
+    if any were fitted to runs (None: no case)."""
     found = []
     for row in map(catalog.engine, catalog.names("engine")):
-        cases = [case for case in catalog.accuracy()["rows"]
-                 if case["engine"] == row.name and case["operator"] in _RUNS]
-        judged = [case for case in cases if case["half"] != "fit"]
-        total = sum(case["cases"] for case in judged)
-        found.append({
-            "engine": row.name, "releases": list(row.releases), "date": row.date,
-            "source": row.source, "cases": sum(case["cases"] for case in cases), "error":
-            sum(case["cases"] * case["mean"] for case in judged) / total if total else None})
+        judged = [case for case in catalog.accuracy()["rows"] if case["engine"] == row.name and (
+            case["operator"], case.get("left_out", "shape" if case.get("half") == "test" else
+                                       case.get("half"))) in _RUNS]
+        cases = sum(case["cases"] for case in judged)
+        error = sum(case["cases"] * case["mean"] for case in judged) / cases if cases else None
+        found.append({"engine": row.name, "releases": list(row.releases), "date": row.date,
+                      "source": row.source, "cases": cases, "error": error})
     return found
 
 
@@ -49,10 +50,12 @@ def row_named(text: str) -> str:
     if not measured:
         raise ValueError(f"nobody measured a release of {named[1]}; allowed: {allowed}")
     release, row = min(reversed(measured), key=lambda one: abs(_number(one[0]) - asked))
+    level = catalog.accuracy().get("levels", {}).get("neighbour")
+    words = f"; of another release: neighbour, typical error {level['mean']:.0%}" if level else ""
     raise ValueError(
         f"nobody measured this release; the nearest measured one is {release} (plan.engine: "
-        f"{row['engine']}; {row['cases']} published cases, {row['error']:.0%} off in the mean); "
-        f"allowed: {allowed}")
+        f"{row['engine']}; {row['cases']} published cases, {row['error']:.0%} off in the mean"
+        f"{words}); allowed: {allowed}")
 
 
 def _number(release: str) -> int:
