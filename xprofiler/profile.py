@@ -246,7 +246,7 @@ _C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 def model_shape(spec: ModelSpec) -> str:
     """Fingerprint of the fields that a layer's cost depends on, without names and sources."""
     # norm_eps: a checkpoint's config rounds it differently, and it costs nothing
-    labels = ("name", "hub_id", "wheel", "source", "norm_eps", "not_used")
+    labels = ("name", "hub_id", "wheel", "source", "norm_eps", "not_used", "split")
     # stored_as: weights of fewer bits are executed as any others
     shape = {k: v for k, v in asdict(replace(spec, stored_as="")).items() if k not in labels}
     # fields added later count only where they are set, so that older profiles stay valid

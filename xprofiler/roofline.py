@@ -17,7 +17,7 @@ from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, kv_elements_of_rank, kv_heads_of_rank
-from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8, WEIGHT_BYTES
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8
 from xprofiler.constants import (
     BRIDGE_BYTES_PER_S,
     BRIDGE_LATENCY_S,
@@ -29,77 +29,10 @@ from xprofiler.constants import (
     engine_constants,
     engine_errors,
 )
+from xprofiler.experts import ExpertKernels, reached_share
+from xprofiler.kernels import Kernels, joined
 from xprofiler.source_errors import SourceErrors, with_products_of
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
-
-
-class Kernels:
-    """Seconds of kernels on one device, whatever the model."""
-
-    def __init__(self, device: Device, dtype: str, constants: RooflineConstants,
-                 weight_dtype: str = "", kv_dtype: str = "") -> None:
-        """`weight_dtype`: dtype that layers' weights are held and multiplied in; `kv_dtype`: dtype
-        of the KV cache; "": `dtype`."""
-        self.constants = constants
-        self.item_bytes = DTYPE_BYTES[dtype]
-        self.kv_item_bytes = WEIGHT_BYTES[kv_dtype or dtype]
-        self.flops_per_s = device.peak_flops_per_s(dtype)
-        self._rates = dict(device.flops_per_s)
-        self._weights = weight_dtype or dtype
-        self.bandwidth = device.bandwidth_bytes_per_s
-
-    def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike, number: FloatArray | float = 1.0,
-               weight_bytes: int | None = None) -> FloatArray:
-        """Seconds of the matrix product [rows, k] x [k, n], or of `number` of them that are
-        launched together. Compute and memory overlap in part: their p-norm lies between maximum
-        and sum. `weight_bytes`: bytes read per weight (None: as of the dtype)."""
-        c = self.constants
-        m, n, k = (np.asarray(size, float) for size in (rows, n, k))
-        # rows / (rows / (rows + half)) = rows + half, and so with columns and depth
-        padded = (m + c.gemm_half_rows) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
-        compute_s = 2 * padded / (self.flops_per_s * c.gemm_flops_share)
-        weights = n * k * (weight_bytes or self.item_bytes)
-        memory_s = self.streamed_s(weights + m * (n + k) * self.item_bytes)
-        return number * joined(compute_s, memory_s, c.gemm_overlap) + c.gemm_launch_s
-
-    def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike,
-                        number: FloatArray | float = 1.0) -> FloatArray:
-        """Seconds of a layer's matrix product, or of `number` of them that are launched together.
-        Weights in fp8 or int8 halve the bytes, and run at that type's rate where the device has
-        one. int8 is assumed to reach the same share of its peak as fp8: it was not measured."""
-        if self._weights not in EIGHT_BITS:
-            return self.gemm_s(rows, n, k, number)
-        if self._weights not in self._rates:  # they are widened on their way to the multipliers
-            return self.gemm_s(rows, n, k, number, weight_bytes=1)
-        c = self.constants
-        m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
-        padded = (m + c.fp8_half_rows) * (n + _own(c.fp8_half_columns, c.gemm_half_columns)) * (
-            k + _own(c.fp8_half_depth, c.gemm_half_depth))
-        compute_s = 2 * padded / (self._rates[self._weights] * c.fp8_flops_share)
-        moved = n * k + m * (k + n * self.item_bytes)
-        memory_s = moved / (self.bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
-        each_s = joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap))
-        return number * each_s + c.fp8_launch_s
-
-    def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
-        """Seconds to read and write the operands and result of a large kernel."""
-        return num_bytes / (self.bandwidth * self.constants.gemm_bytes_share)
-
-    def copied_s(self, num_bytes: FloatArray) -> FloatArray:
-        """Seconds of an elementwise kernel's reads and writes, without its launch."""
-        return num_bytes / (self.bandwidth * self.constants.elementwise_bytes_share)
-
-
-def _own(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
-
-
-def joined(a: FloatArray, b: FloatArray, p: float) -> FloatArray:
-    """Seconds of two times that overlap in part: their p-norm, the sum at p = 1, the longer at
-    infinity. A plain power would leave the floats' range."""
-    longer, shorter = np.maximum(a, b), np.minimum(a, b)
-    total: FloatArray = longer * (1 + (shorter / longer) ** p) ** (1 / p)
-    return total
 
 
 class ModelKernels:
@@ -113,6 +46,8 @@ class ModelKernels:
         # asked for thousands of times
         self._held, self._latent = cache(partial(kv_elements_of_rank, model)), model.decoder.latent
         self._kv_heads = cache(partial(kv_heads_of_rank, model))
+        experts = model.decoder.experts
+        self._experts = None if experts is None else ExpertKernels(model, experts, kernels)
 
     def layer_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of a decoder layer without its attention kernel. Cross-attention's key and value
@@ -128,14 +63,16 @@ class ModelKernels:
         self-attention's projections, each attention's output projection, the MLP, and the
         elementwise kernels around them. `attentions`: 1 for an encoder layer."""
         model, gemm_s = self._model, self._kernels.layer_product_s
-        hidden, width = model.hidden_size, self._width / tp_degree
+        own, degree = self._of_part(tokens, tp_degree)
+        hidden, width = model.hidden_size, self._width / degree
         inner = model.mlp_columns / tp_degree
-        products = self._inputs_s(tokens, tp_degree) + attentions * gemm_s(tokens, hidden, width)
-        for product_s in self._mlp_s(tokens, tp_degree):
-            products = products + product_s
+        products = (self._inputs_s(own, degree) + attentions * gemm_s(own, hidden, width)
+                    + (self._plain_s(tokens, inner) if self._experts is None else
+                       self._experts.mlp_s(tokens, own, tp_degree)))
         # elements touched per token: norms and residual adds on every rank, the rest sharded
-        elements = 5 * hidden * (attentions + 1) + 4 * attentions * width + 3 * inner
-        elementwise_s = self._kernels.copied_s(tokens * elements * self._kernels.item_bytes)
+        elements = own * (5 * hidden * (attentions + 1) + 4 * attentions * width)
+        elementwise_s = self._kernels.copied_s(
+            (elements + tokens * 3 * inner) * self._kernels.item_bytes)
         launches = 2 * (attentions + 1) + 3  # norm and add per block, rotary, activation, append
         return products + elementwise_s + launches * self._constants.elementwise_launch_s
 
@@ -154,34 +91,18 @@ class ModelKernels:
         return gemm_s(tokens, down, hidden) + up_s + gemm_s(
             tokens, queries, latent.query_rank or hidden)
 
-    def _mlp_s(self, tokens: FloatArray, tp_degree: int) -> tuple[FloatArray, ...]:
-        """Seconds of each matrix product of the MLP. A mixture of experts has the router's, and
-        those of as many experts as the tokens reach in the mean, with equal shares of the tokens
-        and one launch."""
-        model, gemm_s = self._model, self._kernels.layer_product_s
-        hidden, joint, experts = (model.hidden_size, 2 if model.is_gated_mlp else 1,
-                                  model.decoder.experts)
-        if experts is None:
-            inner = model.intermediate_size / tp_degree
-            return gemm_s(tokens, inner * joint, hidden), gemm_s(tokens, hidden, inner)
-        inner, hit = experts.inner / tp_degree, np.maximum(experts.hit(tokens), 1e-9)
-        rows = tokens * experts.per_token / hit
-        found = [gemm_s(tokens, experts.count, hidden), gemm_s(rows, inner * joint, hidden, hit),
-                 gemm_s(rows, hidden, inner, hit)]
-        found += self._plain_s(tokens, experts.shared / tp_degree)
-        if not experts.dense_layers:
-            return tuple(found)
-        dense = experts.dense_layers / model.num_layers  # layers are taken as their mean
-        return (*((1 - dense) * one for one in found),
-                *(dense * one for one in self._plain_s(tokens, experts.dense_inner / tp_degree)))
-
-    def _plain_s(self, tokens: FloatArray, inner: float) -> tuple[FloatArray, ...]:
-        """Seconds of each matrix product of a gated MLP with `inner` columns on a rank; empty for
-        0 columns."""
-        if not inner:
-            return ()
+    def _plain_s(self, tokens: FloatArray, inner: float) -> FloatArray:
+        """Seconds of the products of an MLP with `inner` columns on a rank."""
         gemm_s, hidden = self._kernels.layer_product_s, self._model.hidden_size
-        return gemm_s(tokens, 2 * inner, hidden), gemm_s(tokens, hidden, inner)
+        joint = 2 if self._model.is_gated_mlp else 1
+        return gemm_s(tokens, inner * joint, hidden) + gemm_s(tokens, hidden, inner)
+
+    def _of_part(self, size: FloatArray, tp_degree: int) -> tuple[FloatArray, int]:
+        """(tokens or requests of the ranks that share one attention, number of these ranks)."""
+        parts = self._model.split.attention_dp
+        if parts == 1:
+            return size, tp_degree
+        return np.maximum(size / parts, np.minimum(size, 1.0)), tp_degree // parts
 
     def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds to project the encoder's output to one decoder layer's keys and values."""
@@ -190,12 +111,14 @@ class ModelKernels:
     def head_s(self, queries: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of final norm, output head and sampling."""
         model, c = self._model, self._constants
+        queries, tp_degree = self._of_part(queries, tp_degree)
         product = self._kernels.gemm_s(queries, model.vocab_size / tp_degree, model.hidden_size)
         return product + c.elementwise_launch_s + c.sampling_s
 
-    def embed_s(self, tokens: FloatArray, _tp_degree: int) -> FloatArray:
+    def embed_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of the embedding, looked up on every rank: one row read and written per token
         (and its position's row)."""
+        tokens, _ = self._of_part(tokens, tp_degree)
         touched = 3 * self._model.hidden_size * self._kernels.item_bytes
         return self._kernels.copied_s(tokens * touched) + self._constants.elementwise_launch_s
 
@@ -203,6 +126,8 @@ class ModelKernels:
         """Seconds of prefill attention per request in a batch of `together`: its own work, and its
         part of the batch's fixed costs (launch, the last tiles' pass over their keys)."""
         model, c = self._model, self._constants
+        together = np.maximum(together, 1.0)
+        own, tp_degree = self._of_part(together, tp_degree)
         width, latent = self._width / tp_degree, self._latent
         pairs = 1.0 if model.is_encoder_decoder else 0.5  # causal attention skips half of them
         keys = width if latent is None else (
@@ -213,14 +138,15 @@ class ModelKernels:
         elements = tokens * (width + keys + held)
         memory_s = self._kernels.streamed_s(elements * self._kernels.item_bytes)
         once_s = c.encode_attention_launch_s + tokens * c.encode_attention_tail_s
-        return (np.maximum(flops / self._flops_per_s, memory_s)
-                + once_s / np.maximum(together, 1.0))
+        of_own = np.maximum(flops / self._flops_per_s, memory_s) + once_s / own
+        return np.asarray(of_own * own / together)
 
     def cache_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of decode attention: one new token for each of `queries` requests, against a KV
         cache of `context` tokens each. Every rank reads a latent cache whole; heads multiply its
         compressed vectors."""
         c, latent = self._constants, self._latent
+        queries, tp_degree = self._of_part(queries, tp_degree)
         pairs = queries * (context + c.decode_attention_extra_tokens)
         kv_bytes = pairs * self._held(tp_degree) * self._kernels.kv_item_bytes
         width, items = 2 * self._width, self._kv_heads(tp_degree)
@@ -277,6 +203,10 @@ class LinkTimes:
         seconds: FloatArray = np.minimum(small_launch_s + moved / (rate * c.small_ratio),
                                          c.large_launch_s + moved / rate)
         return seconds
+
+    def sum_s(self, num_bytes: FloatArray, tp_degree: int, link: Link) -> FloatArray:
+        """Seconds of an all-reduce, with those that the ranks wait for each other."""
+        return self.collective_s(num_bytes, tp_degree, link) + self.synchronisation_s(tp_degree)
 
     def synchronisation_s(self, tp_degree: int) -> float:
         """Seconds that a group's ranks wait for each other at one all-reduce (docs/times.md)."""
@@ -350,11 +280,25 @@ class Roofline:
                   tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
         if kind is MessageKind.ALL_REDUCE:
-            return (self.links.collective_s(num_bytes, tp_degree, link)
-                    + self.links.synchronisation_s(tp_degree))
+            return self._reduce_s(np.asarray(num_bytes, float), tp_degree, link)
         if kind is MessageKind.TRANSFER:
             return self.links.transfer_s(num_bytes, link)
         return self.links.handover_s(num_bytes, link)
+
+    def _reduce_s(self, num_bytes: FloatArray, tp_degree: int, link: Link) -> FloatArray:
+        """Seconds of an all-reduce in a layer: the mean of its two exchanges. With parts that
+        attend to requests of their own, one is a sum within each part. The other sends tokens to
+        the ranks that have their experts, and back: as many bytes as an all-reduce of them."""
+        split, experts = self._of[0].split, self._of[0].decoder.experts
+        if split.attention_dp == 1 or experts is None:
+            return self.links.sum_s(num_bytes, tp_degree, link)
+        degree, parts, near = split.attention_degree(tp_degree), split.ep_degree, link
+        if link.inside is not None:
+            parts = min(parts, tp_degree // link.per_node)  # a token is sent to a node once
+            near = link.inside if degree <= link.per_node else link
+        sent = num_bytes * reached_share(experts, parts)
+        return (self.links.sum_s(num_bytes / split.attention_dp, degree, near)
+                + self.links.sum_s(sent, tp_degree, link)) / 2
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """Infinite: times are computed at any size."""

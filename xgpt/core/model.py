@@ -86,6 +86,22 @@ class Decoder:
         return self.attention_cap is None and not any(self.windows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How a tensor-parallel group divides a layer; the defaults divide every matrix over all ranks.
+
+    `ep_degree`: equal parts of the group that hold whole experts, an equal number each.
+    `attention_dp`: equal parts of the group that hold all of a layer but its routed experts, and
+    attend to requests of their own."""
+
+    ep_degree: int = 1
+    attention_dp: int = 1
+
+    def attention_degree(self, tp_degree: int) -> int:
+        """Number of ranks that share the attention of a request, in a group of `tp_degree`."""
+        return tp_degree // self.attention_dp
+
+
 # Naming and layout of a checkpoint's tensors: "llama" for all gated decoders
 Family = Literal["opt", "gpt2", "llama", "t5", "bart"]
 RopeValue = float | str | tuple[float, ...]
@@ -117,6 +133,7 @@ class ModelSpec:
     rope_theta: float = 10000.0
     rope_scaling: tuple[tuple[str, RopeValue], ...] | None = None  # HF's dict as sorted pairs
     decoder: Decoder = Decoder()
+    split: Split = Split()  # a job's choice for any model, kept beside the sizes that it divides
     relative_buckets: int = 32  # T5's relative positions: number of biases shared by distances
     relative_max_distance: int = 128  # from which on all distances share the last bias
     hub_id: str | None = None
@@ -307,10 +324,10 @@ def model_from_dict(raw: Mapping[str, Any]) -> ModelSpec:
     values["rope_scaling"] = tuple(sorted(
         (str(key), tuple(value) if isinstance(value, list) else value)
         for key, value in pairs)) or None
-    own = dict(values.pop("decoder", {}))
+    own, split = dict(values.pop("decoder", {})), Split(**values.pop("split", {}))
     for key, part in (("experts", Experts), ("latent", Latent)):
         if own.get(key) is not None:
             own[key] = part(**own[key])
     for key in ("windows", "unrotated"):
         own[key] = tuple(own.get(key, ()))
-    return ModelSpec(**values, decoder=Decoder(**own))
+    return ModelSpec(**values, decoder=Decoder(**own), split=split)
