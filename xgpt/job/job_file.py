@@ -45,7 +45,6 @@ SWEEP_KEYS = ("base", "grid", "cases")  # a file with any of them is a sweep fil
 SCORING_POLICIES = ("rra", "ft", "dsi")  # encode whole inputs, without decoding beside them
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_RELEASE = r"^[a-z-]+-v?[0-9]+\.[0-9]+"  # of an engine
 _ROW_OF_RUN = {VLLM: "vllm-0.32"}  # engine -> row of the release that xgpt has run
 _MODEL = "a catalog name, a folder with config.json, or a hub id"
 
@@ -74,7 +73,8 @@ def _model(value: Any, folder: Path) -> str:
 class _Plan:
     engine: Annotated[str | None, typed.Of(
         lambda value: row_named(value if isinstance(value, str) else ""), anyOf=lambda: [
-            {"enum": catalog.names("engine")}, {"type": "string", "pattern": _RELEASE}])] = None
+            {"enum": catalog.names("engine")},
+            {"type": "string", "pattern": r"^[a-z-]+-v?[0-9]+\.[0-9]+"}])] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

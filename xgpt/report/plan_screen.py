@@ -43,14 +43,12 @@ def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
     if not isinstance(timing, Roofline):
         return timing.provenance()
     name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
-    words = ENGINE_WORDS.get(engine, engine.replace(f"{VLLM}-", "vLLM "))
-    text = f"{words} on {name}, by data sheets"
-    like = catalog.engine(engine).like
-    if error is None and like and (known := catalog.request_error(name, like)) is not None:
-        return (f"{text} and constants of {like}; never compared with a run; of {like} {known[1]} "
-                f"published runs: {known[0]:.0%} off in the mean")
+    words, like = engine.replace(f"{VLLM}-", "vLLM "), catalog.engine(engine).like
+    text, of = f"{ENGINE_WORDS.get(engine, words)} on {name}, by data sheets", "; "
+    if error is None and like and (error := catalog.request_error(name, like)) is not None:
+        of = f" and constants of {like}; never compared with a run; of {like} "
     if error is not None:
-        return f"{text}; {error[1]} published runs: {error[0]:.0%} off in the mean"
+        return f"{text}{of}{error[1]} published runs: {error[0]:.0%} off in the mean"
     never = engine == OWN_ENGINE and cluster.num_devices > 1 and cluster.device.kind == "gpu"
     return f"{text}; never compared with a run" + ", and never run on several GPUs" * never
 

@@ -10,7 +10,6 @@ bytes."""
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -169,30 +168,6 @@ def _read_attention(path: Path, *more: Column) -> Table:
         Column("latency", "ms")], _UNUSED)
 
 
-class _Tables(NamedTuple):
-    """Tables of one version of an engine (framework) on a system, in either layout."""
-
-    folder: Path
-    system: str
-    framework: str
-    version: str
-
-    def path(self, name: str) -> Path:
-        """The path that a table has, or would have."""
-        flat = self.folder / f"{self.system}_{self.framework}_{self.version}_{name}.csv"
-        family = {"gemm": "gemm", "custom_allreduce": "comm"}.get(name, "attention")
-        return flat if flat.is_file() else (self.folder / self.system / family / self.framework
-                                            / self.version / f"{name}_perf.parquet")
-
-    def origin(self, key: str, known: str) -> str:
-        """`known`, of an export; else the last value of a key of `collection_meta.yaml` beside the
-        products, or nothing."""
-        meta = (path := self.path("gemm")).parent / "collection_meta.yaml"
-        text = meta.read_text("utf-8") if meta.is_file() else ""
-        found = re.findall(rf"{key}: '?([0-9a-f-]+)", text) or [""]
-        return known if path.suffix == ".csv" else found[-1][:10]
-
-
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
                   engine: str | None = None, version: str | None = None) -> Profile:
     """The Profile made of an engine's tables for `device`.
@@ -201,57 +176,76 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
     unknown engine, version or device, for a folder without such tables, and for a model whose
     attention heads they lack at every degree."""
     engine = engine or "vllm"
-    tables = _tables_of(folder, device, engine, version)
-    libraries = f"{tables.framework} {tables.version}"
-    source = Source(name="aiconfigurator", kernels=f"aiconfigurator {tables.framework}",
-                    commit=tables.origin("collector_ref", COMMIT),
-                    date=tables.origin("collected_at", DATE), libraries=libraries)
-    source.check(tables.path("gemm"), model, dtype)
+    system, framework, version = _tables_of(folder, device, engine, version)
+
+    def table(name: str) -> Path:
+        family = {"gemm": "gemm", "custom_allreduce": "comm"}.get(name, "attention")
+        flat = folder / f"{system}_{framework}_{version}_{name}.csv"
+        tree = folder / system / family / framework / version / f"{name}_perf.parquet"
+        return flat if flat.is_file() else tree
+
+    commit, date = _origin(table("gemm"))
+    source = Source(name="aiconfigurator", kernels=f"aiconfigurator {framework}", commit=commit,
+                    date=date, libraries=f"{framework} {version}")
+    source.check(table("gemm"), model, dtype)
     draft = ProfileDraft(model, device, dtype, engine)
-    times = GemmTimes(read_gemm(tables.path("gemm")))
+    times = GemmTimes(read_gemm(table("gemm")))
     degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
     for degree in degrees:
         _add_products(draft, times, model, degree)
-    if (path := tables.path("context_attention")).is_file():
+    if (path := table("context_attention")).is_file():
         _add_attention(draft, read_context_attention(path), model, Operator.ENCODE_ATTENTION)
-    if (path := tables.path("generation_attention")).is_file():
+    if (path := table("generation_attention")).is_file():
         _add_attention(draft, read_generation_attention(path), model, Operator.DECODE_ATTENTION)
-    paths = [tables.path("custom_allreduce"), *sorted(folder.glob(f"{tables.system}_nccl_*.csv")),
-             *sorted(folder.glob(f"{tables.system}/comm/nccl/*/nccl_perf.parquet"))]
+    paths = [table("custom_allreduce"), *sorted(folder.glob(f"{system}_nccl_*.csv")),
+             *sorted(folder.glob(f"{system}/comm/nccl/*/nccl_perf.parquet"))]
     for path in [path for path in paths if path.is_file()][:1]:
         _add_all_reduce(draft, read_all_reduce(path), LINKS[device.name])
     if not draft.degrees:
-        fail(tables.path("gemm"), [Fault(None, f"tensor-parallel degree {d}", None, why)
+        fail(table("gemm"), [Fault(None, f"tensor-parallel degree {d}", None, why)
                              for d, why in sorted(draft.refused.items())])
     draft.notes.append("products between the measured m, n, k by the logarithms of time and size; "
                        "norms, rotary embedding, activation, residual adds and sampling from the "
                        "analytic roofline")
     draft.fill_from_roofline()
-    return draft.profile(source, f"{tables.system} {libraries}")
+    return draft.profile(source, f"{system} {framework} {version}")
 
 
-def _tables_of(folder: Path, device: Device, engine: str, version: str | None) -> _Tables:
-    """The engine's tables for `device`: of the newest version found where `version` is None."""
+def _origin(gemm: Path) -> tuple[str, str]:
+    """(commit, date) of the export, or of what collected the products, if they say it."""
+    if gemm.suffix == ".csv":
+        return COMMIT, DATE
+    meta = gemm.parent / "collection_meta.yaml"
+    text = meta.read_text("utf-8") if meta.is_file() else ""
+    commit, date = (re.findall(rf"{key}: '?([0-9a-f-]+)", text) or [""] for key in (
+        "collector_ref", "collected_at"))
+    return commit[-1][:9], date[-1]
+
+
+def _tables_of(folder: Path, device: Device, engine: str, version: str | None
+               ) -> tuple[str, str, str]:
+    """(system, framework, version) as in the names of the engine's tables for `device`; the newest
+    version found where `version` is None."""
     framework = next((name for name, known in ENGINES.items() if known == engine), None)
     if framework is None:
         raise wrong("command line", "--engine", engine, f"one of {', '.join(ENGINES.values())}")
     system = next((system for system, name in SYSTEMS.items() if name == device.name), None)
     if system is None:
         raise wrong(folder, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")
-    found = _Tables(folder, system, framework, "VERSION")
     start, end = f"{system}_{framework}_", "_gemm.csv"
-    there = [path.name[len(start):-len(end)] for path in folder.glob(f"{start}*{end}")] + [
-        path.parent.name for path in folder.glob(f"{system}/gemm/{framework}/*/gemm_perf.parquet")]
+    tree = f"{system}/gemm/{framework}/*/gemm_perf.parquet"
+    there = [*(path.name[len(start):-len(end)] for path in folder.glob(f"{start}*{end}")),
+             *(path.parent.name for path in folder.glob(tree))]
     if not there:
-        others = ", ".join(sorted(str(path.relative_to(folder)) for path in (
-            *folder.glob("*_gemm.csv"), *folder.glob("*/gemm/*/*/gemm_perf.parquet")))) or "none"
-        raise wrong(folder, "tables", f"{system}_{framework}", f"{found.path('gemm')}, or "
-                    f"{start}VERSION{end}; there are: {others}")
+        others = ", ".join(sorted(p.name for p in folder.glob("*_gemm.csv"))) or "none"
+        raise wrong(folder, "tables", f"{system}_{framework}",
+                    f"{tree} or {start}*{end}; there are: {others}")
     if version is not None and version not in there:
         raise wrong("command line", "--engine-version", version,
                     f"of {engine}, one of {', '.join(sorted(there))}")
-    return found._replace(version=version or max(there, key=lambda one: [  # a commit is the oldest
-        int(number) for number in re.findall("[0-9]+", one) if one[0].isdigit()]))
+    newest = max(there, key=lambda one: [  # a commit is the oldest
+        int(number) for number in re.findall("[0-9]+", one) if one[0].isdigit()])
+    return system, framework, version or newest
 
 
 def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
