@@ -42,7 +42,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
         f"{_and(absent)} {'have' if absent[1:] else 'has'} no schedule within the limits")
     if not slower:
         return f"{start} is the only policy that can be used: {none}."
-    answers = f"{start} answers {own_qps:.4g} requests/s"
+    answers = f"{start} answers {own_qps:.4g} requests/s in steady state"
     return f"{answers}; {_and(slower)}{f'; {none}' if none else ''}."
 
 

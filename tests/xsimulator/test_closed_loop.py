@@ -5,12 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import xgpt
+from xgpt.app.schedule import job_with_times
 from xgpt.core import catalog
+from xgpt.core.problem import QueryLengths, QueryTimes
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import Operator
 from xsimulator.addresses import address_of
-from xsimulator.closed_loop import ClosedLoop, StepSeconds, simulate_loop
+from xsimulator.closed_loop import ROUNDS, ClosedLoop, StepSeconds, simulate_loop
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.replicas import JobReplayer, replayer_of
 
 MODEL, LINK = catalog.model("llama-3.1-8b"), catalog.link("nvlink4")
 TIMING = Roofline(MODEL, catalog.device("H100"), "bfloat16")
@@ -107,3 +112,48 @@ def test_time_is_shared_out_by_operator_group():
 def test_addresses_are_numpys(array):
     array.flags.writeable = False
     assert address_of(array) == array.ctypes.data
+
+
+@pytest.mark.parametrize(("policy", "inputs", "outputs", "clients"), [
+    ("sarathi", 1000, 100, 1), ("sarathi", 1000, 500, 32), ("sarathi", 4096, 128, 32),
+    ("sarathi", 1000, 100, 256), ("vllm", 1024, 256, 8), ("vllm", 4096, 256, 64)])
+@pytest.mark.parametrize("shortest", [0.8, 1.0])
+def test_the_replay_of_a_job_has_the_times_of_a_closed_loop(policy, inputs, outputs, clients,
+                                                            shortest):
+    """A job of ten times the requests that its schedule has at a time is the closed loop: a request
+    is sent when an answer ends. Lengths are drawn twice, so that means differ by a few per cent."""
+    loop = ClosedLoop(
+        concurrency=clients, input_tokens=inputs, output_tokens=outputs, step_tokens=8192,
+        mixes=policy == "sarathi", kv_tokens=1e6, shortest=shortest)
+    expected = simulate_loop(loop, STEPS)
+    replay = replay_of(policy, clients)
+    drawn = np.random.default_rng(5).uniform(shortest, 1, (2, ROUNDS * clients))
+    wanted = np.maximum((np.array([[inputs], [outputs]]) * drawn).astype(int), 1)
+    found = replay.run(QueryLengths(inputs=wanted[0], outputs=wanted[1], most_outputs=wanted[1]))
+    tpot_s = found.times.tpot_s(found.output_tokens).mean()
+    assert found.loop_ttft_s(clients).mean() == pytest.approx(expected.ttft_s, rel=0.06)
+    assert tpot_s == pytest.approx(expected.tpot_s, rel=0.06)
+
+
+def replay_of(policy: str, clients: int) -> JobReplayer:
+    job = xgpt.load({
+        "model": MODEL.name, "cluster": "2xH100", "plan": {"engine": "xgpt"},
+        "schedule": {"policy": policy, "max_active": clients, "token_budget": 8192,
+                     "tp_degree": 2, "tp_gpus": 2, "replicas": 1},
+        "workload": {"requests": {"count": 1}, "input_tokens": 4096, "output_tokens": 512}})
+    opened, timing = job_with_times(job)
+    assert timing.operator_s(Operator.HEAD, 1.0) == TIMING.operator_s(Operator.HEAD, 1.0)
+    return replayer_of(opened.problem, timing, xgpt.simulate(job).estimate)
+
+
+def test_the_first_token_of_a_closed_loop_counts_from_the_end_of_an_answer():
+    """Two clients on one replica: the third request is sent at 3 s, when the first answer ends."""
+    times = QueryTimes(
+        arrival_s=np.zeros(4), start_s=np.array([0.0, 1.0, 3.0, 5.0]),
+        first_token_s=np.array([1.0, 2.0, 4.5, 6.0]), last_token_s=np.array([3.0, 5.0, 8.0, 9.0]))
+    found = ReplayResult(pools=(), handovers=(), times=times, preemptions=0,
+                         output_tokens=np.full(4, 3))
+    assert found.loop_ttft_s(2).tolist() == [1.0, 2.0, 1.5, 1.0]
+    assert found.loop_ttft_s(9).tolist() == [1.0, 2.0, 4.5, 6.0]
+    apart = replace(found, replicas=[np.array([0, 2]), np.array([1, 3])])
+    assert apart.loop_ttft_s(1).tolist() == [1.0, 1.5, 2.0, 1.0]

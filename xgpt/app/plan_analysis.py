@@ -50,7 +50,7 @@ class PlanAnalysis:
                 fact("redeploy", _way(ways.redeploy) + _cost(ways)),
                 fact("advice", ways.sentence)]))
         if self.offers is not None:
-            parts.append("\n".join(["What more would bring", *(textwrap.fill(
+            parts.append("\n".join(["What more would bring, in steady state", *(textwrap.fill(
                 offer.sentence, shown_width(), initial_indent="  ", subsequent_indent="    ",
                 break_on_hyphens=False) for offer in self.offers)]))
         if self.drift is not None:
@@ -60,8 +60,10 @@ class PlanAnalysis:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of the schedule's file, then those of the requested analyses."""
-        keys: dict[str, Any] = {} if self.plan is None else to_json(self.plan.schedule)
+        """The job's own figures (`job`, null for a plan of the steady state), the keys of the
+        schedule's file, and those of the requested analyses."""
+        keys: dict[str, Any] = {} if self.plan is None else {
+            "job": self.plan.job_figures, **to_json(self.plan.schedule)}
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
             keys["infeasible"] = str(self.infeasible)
@@ -163,7 +165,7 @@ def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
     text = table(("changed", "by", "requests/s", "best", "all", "", "one query", ""), body,
                  right=(1, 2, 3, 4, 6))
     share = f"{constraint.quantile * 100:g} %"
-    words = (f"The same schedule, replayed with other output lengths. best: the best schedule for "
+    words = (f"The same schedule in steady state, replayed with other output lengths. best: the best schedule for "
              f"those lengths, without a margin. all: the latency below which {share} of queries "
              f"are. one query: the mean latency of one as long as the planned {share} quantile. "
              f"over: above the limit by more than the replay's scatter of 2 %.")

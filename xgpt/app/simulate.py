@@ -19,10 +19,10 @@ from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
 from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, write_image
-from xgpt.report.figures import middle_window, percent, plain
+from xgpt.report.figures import middle_window, percent, plain, rates
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.notebook import Printed
-from xgpt.report.table import estimate_table, fact, memory_words
+from xgpt.report.table import OF_JOB, estimate_table, fact, memory_words
 from xgpt.report.words import controls_line, counted, placement
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
@@ -53,7 +53,9 @@ ROUNDS = 12  # as many times the queries in the system are enough for a steady s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayFigures:
     """Figures of a replayed job with its start and end, and of its steady state (None: the job is
-    too short for one, or has no query of the length that the limit is for)."""
+    too short for one, or has no query of the length that the limit is for). `clients`: requests at
+    a time of each replica, under a policy that admits one when another ends, else None.
+    `loop_ttft_s`: mean TTFT that so many clients of a closed loop measure."""
 
     queries: int
     throughput_qps: float
@@ -68,6 +70,8 @@ class ReplayFigures:
     kv_peak_tokens: int  # of the fullest pool that decodes
     kv_tokens: int  # its budget
     preemptions: int
+    clients: int | None
+    loop_ttft_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -82,7 +86,7 @@ class Simulation(Printed):
 
     def __repr__(self) -> str:
         return (f"<Simulation of {self.problem.model.name}: {self.estimate.policy}, "
-                f"{self.estimate.figures.throughput_qps:.4g} requests/s>")
+                f"{self.estimate.figures.throughput_qps:.4g} requests/s in steady state>")
 
     def __str__(self) -> str:
         of, cluster, own = self.figures, self.problem.cluster, self.estimate
@@ -100,10 +104,13 @@ class Simulation(Printed):
             "", *(fact(label, text) for label, text in (
                 ("schedule", f"{controls_line(own)}; {placement(own)}"),
                 ("on", f"{cluster.num_devices} x {cluster.device.name}, {self.problem.model.name}"),
-                ("throughput", f"{plain(of.throughput_qps)} requests/s with ramp-up and drain"),
-                ("steady state", steady),
+                ("throughput", rates(of.throughput_qps, of.output_tokens_per_s) + OF_JOB),
+                ("steady rate", steady),
                 ("latency", f"P50 {format_seconds(of.latency_p50_s)}, P99 "
                             f"{format_seconds(of.latency_p99_s)}; {verdict}"),
+                *([] if of.clients is None or of.loop_ttft_s is None else [(
+                    "first token", f"{format_seconds(of.loop_ttft_s)} in the mean after sending, "
+                    f"for a closed loop of {counted(of.clients, 'client')} a replica")]),
                 ("busy", f"{percent(sum(of.utilisation) / len(of.utilisation))} of the time, "
                          f"KV cache {percent(of.kv_peak_tokens / max(of.kv_tokens, 1))} at most"
                          f"{f'; {of.preemptions} preemptions' * bool(of.preemptions)}"),
@@ -119,8 +126,8 @@ class Simulation(Printed):
             f"{self.figures.estimated_latency_s / latency_s - 1:+.1%})")])
 
     def to_dict(self) -> dict[str, Any]:
-        """The `--json` object: the estimate, with the keys of a schedule's file, and the replay."""
-        return {"estimate": self.estimate, "replay": self.figures}
+        """The `--json` object: the replay, and the estimate with the keys of a schedule's file."""
+        return {"replay": self.figures, "estimate": self.estimate}
 
     def draw(self, picture: Path, trace: Path) -> None:
         """Draws the steady state to `picture`, in the format of its suffix (else HTML), and writes
@@ -153,7 +160,7 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
         raise too_large(opened, ["the replay has larger steps"])
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
-        figures=_figures(replay, steady, estimated_s, estimate.deployment.replicas
+        figures=_figures(replay, steady, estimated_s, estimate, estimate.deployment.replicas
                          if problem.num_queries is None and not estimate.others else 1))
 
 
@@ -236,8 +243,10 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 
 def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: float,
-             copies: int) -> ReplayFigures:
+             estimate: Estimate, copies: int) -> ReplayFigures:
     """The figures of a replay by one of `copies` equal replicas."""
+    clients = None if estimate.others else estimate.variables.get("max_active")
+    ttft_s = None if clients is None else float(result.loop_ttft_s(clients).mean())
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
     fullest = max((pool for pool in result.pools if pool.role != "encode"), key=lambda pool: (
         pool.memory_tokens.max(initial=0) / max(pool.kv_tokens, 1)))
@@ -250,4 +259,5 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: fl
         steady_latency_s=steady.latency_s if steady and not math.isnan(steady.latency_s) else None,
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
         estimated_latency_s=estimated_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
-        kv_tokens=fullest.kv_tokens, preemptions=result.preemptions)
+        kv_tokens=fullest.kv_tokens, preemptions=result.preemptions, clients=clients,
+        loop_ttft_s=ttft_s)

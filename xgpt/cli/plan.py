@@ -34,7 +34,8 @@ def plan(save: Path | None, overrides: tuple[str, ...], as_json: bool, **asked: 
     found = answer(question, save or Path("job.yaml"), overrides, Terminal(),
                    is_saved=save is not None)
     if as_json:
-        print_json({"question": asdict(question), **to_json(found.schedule)})
+        print_json({"question": asdict(question), "job": found.job_figures,
+                    **to_json(found.schedule)})
         return
     show(str(found))
     if save is not None:

@@ -24,15 +24,16 @@ from xgpt.cli.options import (
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.errors import InfeasibleError, MissingExtraError, nearest, wrong
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule, to_json
-from xgpt.core.system.whole_file import write_atomically
+from xgpt.core.system.whole_file import read_object, write_atomically
 from xgpt.core.systems import SYSTEMS
 from xgpt.core.units import parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
 from xgpt.launch.exports import vllm_command
 from xgpt.report.chart import SUFFIXES, can_draw
+from xgpt.report.figures import predicted_of
 from xgpt.report.table import schedule_details
-from xgpt.run_folder.files import newest_run_folder
+from xgpt.run_folder.files import METRICS_FILE, newest_run_folder
 from xscheduler.planner import Horizon, PlanOptions
 
 
@@ -144,13 +145,15 @@ def explain(where: Path | None, overrides: tuple[str, ...], as_json: bool,
     where = newest_run_folder() if where is None else where
     if where.is_dir():
         found = load_schedule(where / "schedule.json")
+        of_job = predicted_of(read_object(where / METRICS_FILE))
     else:
         job = load_job(where, with_seconds(overrides, max_seconds))
-        found = plan_job(open_job(job, Terminal(), "lengths")).schedule
+        plan = plan_job(open_job(job, Terminal(), "lengths"))
+        found, of_job = plan.schedule, plan.job_figures
     if as_json:
         print_json(to_json(found))
     else:
-        show(schedule_details(found))
+        show(schedule_details(found, of_job))
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.lanes import Lane
 from xgpt.report.output import Output, QueryColumns, ends_since_first, number, recorded, text_at
+from xsimulator.replay.prediction import JobPrediction
 
 # Limits of the relative error of a good and of a fair prediction; the first is the project's goal.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
@@ -27,6 +28,7 @@ MEASURES = {  # key of metrics.json -> (label, unit)
     "prefixes.encoded_tokens": ("Input tokens encoded", "tokens"),
     "prefixes.shared_tokens": ("Input tokens shared", "tokens"),
     "prefixes.encoded_again_tokens": ("Tokens encoded again", "tokens")}
+JOB_FIGURES = tuple(of.name for of in fields(JobPrediction) if of.compare)
 MOST_STEPS = 1500  # chosen: shown at first
 TIMES = 2.0  # chosen: larger ratios are shown as a factor
 
@@ -122,6 +124,12 @@ def metrics_of(output: Output) -> dict[str, Any]:
         "queries_before": output.queries_before}
 
 
+def predicted_of(metrics: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """{name: figure} that a run's metrics predict of its whole job; None without a prediction."""
+    found = {name: number(metrics, name, "predicted") for name in JOB_FIGURES}
+    return None if found["wall_s"] is None else found
+
+
 def was_changed(metrics: Mapping[str, Any]) -> bool:
     """Whether the schedule was changed while the job ran."""
     return any(decision.get("choice") == "adjust" for decision in metrics.get("rescheduling") or ()
@@ -181,6 +189,11 @@ def quantity(value: float | None, unit: str) -> str:
     if unit == "%":
         return percent(value, digits=1)
     return f"{plain(value)} {unit}"
+
+
+def rates(throughput_qps: float, output_tokens_per_s: float) -> str:
+    """`9.10 requests/s, 2,335 output tokens/s`."""
+    return f"{plain(throughput_qps)} requests/s, {plain(output_tokens_per_s)} output tokens/s"
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -12,8 +12,8 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, SizeTried, Status
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.report.figures import percent, plain
-from xgpt.report.table import alternative_cells, fact, paragraph, table
+from xgpt.report.figures import percent, plain, rates
+from xgpt.report.table import OF_JOB, alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
@@ -78,6 +78,7 @@ def _head(problem: Problem) -> str:
 
 def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[tuple[str, str]]:
     figures, margin, cluster = schedule.figures, schedule.margin, problem.cluster
+    steady = rates(figures.throughput_qps, figures.output_tokens_per_s)
     if times.expected is not None:
         yield "time", _time(schedule, problem, times.expected)
     if (own := _size_of(schedule)) is not None:
@@ -87,8 +88,13 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
             each = cluster.device.price_per_hour or 0.0
             unit = " USD" if cluster.device.price_source else ""  # the catalog's prices
             yield "cost", f"about {own.price:,.0f}{unit}, at {each:g} an hour for each device"
-    yield "throughput", (f"{plain(figures.throughput_qps)} requests/s, "
-                         f"{plain(figures.output_tokens_per_s)} output tokens/s, in steady state")
+    if times.expected is None:
+        yield "throughput", f"{steady}, in steady state"
+    else:
+        longer = _job_s(schedule, times.expected) / times.expected.wall_s
+        yield "throughput", rates(times.expected.throughput_qps / longer,
+                                  times.expected.output_tokens_per_s / longer) + OF_JOB
+        yield "steady rate", steady
     if own is None or not math.isinf(schedule.bound.limit_s):
         yield "latency", _latency(schedule)
     for one in schedule.prospects:
@@ -125,11 +131,11 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
 
 def _time(schedule: Schedule, problem: Problem, expected: JobPrediction) -> str:
     """`5 h 14 min expected, 7 h 35 min at 95 % (limit 8 h), without loading`."""
-    seconds, load_s = expected.wall_s, expected.load_s
+    seconds, load_s = _job_s(schedule, expected), expected.load_s
     limit = next((one for one in schedule.prospects if one.metric == "makespan"), None)
     sure_s = None if limit is None else limit.with_margin_s
     if (own := _size_of(schedule)) is not None and own.expected_s is not None:
-        seconds, sure_s = own.expected_s, own.with_margin_s  # as in the table of sizes
+        sure_s = own.with_margin_s
     text = format_seconds(seconds)
     if sure_s is not None and sure_s > seconds:
         text += f" expected, {format_seconds(sure_s)} at {problem.constraint.confidence:.0%}"
@@ -140,6 +146,12 @@ def _time(schedule: Schedule, problem: Problem, expected: JobPrediction) -> str:
                  "is not known")
     return f"{text}, without loading" if load_s is None else (
         f"{text}, after {format_seconds(load_s)} of loading")
+
+
+def _job_s(schedule: Schedule, expected: JobPrediction) -> float:
+    """Seconds of the job, as in the table of sizes where there is one."""
+    own = _size_of(schedule)
+    return expected.wall_s if own is None or own.expected_s is None else own.expected_s
 
 
 def _size_of(schedule: Schedule) -> SizeTried | None:
@@ -186,7 +198,7 @@ def _optimality(schedule: Schedule) -> str:
         return "optimal: no schedule has more throughput"
     cut = "; the search was cut off" if proof.status == Status.LIMIT else ""
     return (f"gap {percent(proof.gap, 0)}: no schedule exceeds {plain(proof.bound_qps)} requests/s"
-            f"{cut}")
+            f" in steady state{cut}")
 
 
 def sizes_table(schedule: Schedule, most: int | None = None) -> str:
@@ -221,5 +233,5 @@ def _alternatives_table(schedule: Schedule) -> str:
     shown = policies[:MOST_ALTERNATIVES]
     body = [(policy(row.subject).title if row.kind == "policy" else row.kind,
              *alternative_cells(row, schedule)) for row in shown]
-    return table(("alternative", "requests/s found", "upper bound", "latency"), body,
+    return table(("alternative", "steady requests/s", "upper bound", "latency"), body,
                  right=(1, 2, 3)) if body else ""

@@ -27,6 +27,8 @@ from xgpt.report.sweep_rows import (
     lacking,
     line_of,
     number_of,
+    rate_of,
+    rate_words,
     read_sweep,
     title_of,
 )
@@ -51,10 +53,8 @@ def write_sweep_page(folder: Path, path: Path | None = None) -> Path:
 def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
     meta, rows = sweep.meta, sweep.rows
     counts = Counter(str(row.get("status")) for row in rows)
-    best = max((row for row in rows if row.get("status") == OK), default={},
-               key=lambda row: number_of(row, "throughput_qps") or 0.0)
-    rate = number_of(best, "throughput_qps")
-    tiles = [("Best requests/s", "-" if rate is None else plain(rate),
+    best = max((row for row in rows if row.get("status") == OK), default={}, key=rate_of)
+    tiles = [(f"Best {rate_words(rows)}", plain(rate_of(best)) if best else "-",
               f"{title_of(str(best.get('chosen') or best.get('policy')))} on "
               f"{best.get('gpus') or '?'} devices, limit: {bound_words(bound_of(best))}"
               if best else ""),
@@ -120,8 +120,9 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
               Quantity("devices", of("gpus")), Quantity("replicas", of("replicas")),
               Quantity("time of the job, seconds", of("makespan_s")),
               Quantity("device-seconds per request", of("gpu_s_per_query"))]
-    up = [Quantity("requests/s", of("throughput_qps")),
-          Quantity("output tokens/s", of("output_tokens_per_s")),
+    up = [Quantity("requests/s of the job", of("job_throughput_qps")),
+          Quantity("steady requests/s", of("throughput_qps")),
+          Quantity("steady output tokens/s", of("output_tokens_per_s")),
           Quantity("device-seconds per request", of("gpu_s_per_query")),
           Quantity("time of the job, seconds", of("makespan_s")),
           Quantity("memory of the fullest rank, GiB", of("memory_bytes", 1 / GIB)),

@@ -61,7 +61,8 @@ COLUMNS = (
     *_columns("answer", "number", bound_s="latency limit"),
     *_columns("answer", "text", status="status", reason="why there is no schedule",
               chosen="policy chosen"),
-    *_columns("figure", "number", throughput_qps="throughput", output_tokens_per_s="output tokens",
+    *_columns("figure", "number", throughput_qps="steady rate",
+              output_tokens_per_s="steady rate of output tokens",
               latency_s="latency", encode_s="time of an encode step",
               decode_iteration_s="time of a decode iteration", period_s="period",
               decode_batch="requests decoding at once"),
@@ -230,12 +231,12 @@ def winners(scenario: str, rows: Iterable[Row]) -> list[Winner]:
     for _, here in itertools.groupby(sorted(rows, key=bound_of), bound_of):
         own = list(here)
         best: dict[str, Row] = {}  # of each policy, the best policy first
-        for row in sorted(own, key=lambda row: -_rate(row)):
-            if row.get("status") == OK and _rate(row):
+        for row in sorted(own, key=lambda row: -rate_of(row)):
+            if row.get("status") == OK and rate_of(row):
                 best.setdefault(line_of(row, row.get("chosen")), row)
         if not best:
             continue
-        now = {line: _rate(row) for line, row in best.items()}
+        now = {line: rate_of(row) for line, row in best.items()}
         lacks = {line_of(row) for row in own if row.get("status") == INFEASIBLE}
         (first, row), *others = best.items()
         found.append(Winner(
@@ -251,8 +252,15 @@ def winners(scenario: str, rows: Iterable[Row]) -> list[Winner]:
     return found
 
 
-def _rate(row: Row) -> float:
-    return number_of(row, "throughput_qps") or 0.0
+def rate_of(row: Row) -> float:
+    """Requests/s of the job where it was planned for its own requests, else in steady state."""
+    return number_of(row, "job_throughput_qps") or number_of(row, "throughput_qps") or 0.0
+
+
+def rate_words(rows: Iterable[Row]) -> str:
+    """Words for the quantity that `rate_of` returns for these rows."""
+    is_of_job = any(number_of(row, "job_throughput_qps") for row in rows)
+    return "requests/s of the job" if is_of_job else "steady requests/s"
 
 
 def _upper(rows: Iterable[Row]) -> str:
@@ -264,7 +272,7 @@ def _upper(rows: Iterable[Row]) -> str:
 def _shown_rate(row: Row) -> str:
     """Requests/s of a row, with the measured ones of its run, if it has any."""
     measured = number_of(row, "measured_qps")
-    return plain(_rate(row)) + ("" if measured is None else f" (measured {plain(measured)})")
+    return plain(rate_of(row)) + ("" if measured is None else f" (measured {plain(measured)})")
 
 
 def _why(first: str, before: Mapping[str, float], now: Mapping[str, float], lacked: Container[str],
@@ -322,8 +330,8 @@ def sweep_text(rows: Sequence[Row]) -> str:
     """Text with the best policy of each scenario and limit beside the second and FT, and the points
     without a schedule; of many only the first, as the page shows all."""
     best, without = all_winners(rows), lacking(rows)
-    lines = [paragraph(f"{counted(len(rows), 'point')}: the best requests/s for each latency "
-                       "limit, as predicted")]
+    lines = [paragraph(f"{counted(len(rows), 'point')}: the best {rate_words(rows)} for each "
+                       "latency limit, as predicted")]
     if best:
         static = policy("ft").title
         cells = [{"scenario": one.scenario, "limit": one.bound,

@@ -15,7 +15,7 @@ from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
-from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
+from xgpt.report.figures import comparisons, lost_to_bound, percent, plain, rates
 from xgpt.report.output import text_at
 from xgpt.report.words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE
@@ -25,6 +25,7 @@ _LEAST_WIDTH = 40
 _GAP = "  "
 _LEAST_WRAPPED, _LEAST_CELL = 20, 8  # chosen: least width of a last column of words, of others
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
+OF_JOB = ", start and end included"
 _NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
 
@@ -33,10 +34,14 @@ def schedule_table(schedule: Schedule) -> str:
     return _lines(schedule_facts(schedule))
 
 
-def schedule_details(schedule: Schedule) -> str:
-    """All tables of a schedule: facts, choice and stages."""
-    return "\n".join(filter(None, (schedule_table(schedule), choice_table(schedule),
-                                   stage_table(schedule))))
+def schedule_details(schedule: Schedule, job: Mapping[str, Any] | None = None) -> str:
+    """All tables of a schedule: facts, choice and stages. job: figures of a JobPrediction, which
+    stand first."""
+    expected = [] if job is None else [
+        ("time", format_seconds(job["wall_s"])),
+        ("throughput", rates(job["throughput_qps"], job["output_tokens_per_s"]) + OF_JOB)]
+    return "\n".join(filter(None, (_lines(expected), schedule_table(schedule),
+                                   choice_table(schedule), stage_table(schedule))))
 
 
 def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
@@ -92,7 +97,7 @@ def choice_table(schedule: Schedule) -> str:
     """Text with the reasons for the choice, and a table of the alternatives."""
     why = _lines([("why" if index == 0 else "", sentence)
                   for index, sentence in enumerate(schedule.explanation)])
-    others = table(("alternative", "found", "at most", "latency", "configuration"), [
+    others = table(("alternative", "steady rate", "at most", "latency", "configuration"), [
         (row.name, *alternative_cells(row, schedule), _configuration(row))
         for row in schedule.rejected], right=(1, 2, 3)) if schedule.rejected else ""
     return "\n".join(filter(None, (why, others)))
@@ -139,8 +144,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         *(("beside", _beside(other, count)) for other, count in Counter(e.others).items()),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
           if note.startswith(LAYOUT_NOTE)),
-        ("throughput", f"{plain(figures.throughput_qps)} requests/s, "
-                       f"{plain(figures.output_tokens_per_s)} output tokens/s in steady state"),
+        ("steady rate", rates(figures.throughput_qps, figures.output_tokens_per_s)),
         ("latency", _latency(figures.latency_s, bound)),
         *cost,
         ("step times", f"encode {format_seconds(figures.encode_s)}, decode iteration "

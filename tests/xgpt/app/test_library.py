@@ -51,7 +51,8 @@ def test_a_job_may_be_a_mapping_and_messages_go_to_a_function():
     job = xgpt.load({"model": "opt-1.3b", "cluster": "1xA40", "workload": {"task": "S"},
                      "schedule": {"policy": "ft"}}, {"constraint.latency_s": 20}, tell=lines.append)
     plan = xgpt.plan(job)
-    assert repr(plan) == f"<Plan of job: ft, {plan.schedule.figures.throughput_qps:.4g} requests/s>"
+    assert repr(plan) == (f"<Plan of job: ft, {plan.schedule.figures.throughput_qps:.4g} "
+                          "requests/s in steady state>")
     assert plan._repr_html_() == f"<pre>{escape(str(plan))}</pre>"
     table = plan.to_pandas()
     assert list(table["name"])[0] == "ft" and table["throughput_qps"][0] > 0

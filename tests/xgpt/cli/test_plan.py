@@ -38,7 +38,8 @@ def test_how_many_gpus_are_needed_and_the_job_file_of_that(tmp_path):
 
 def test_how_long_given_gpus_take_and_what_would_keep_the_limit():
     taken = json.loads(ask("4xA40", json="").stdout)
-    assert taken["figures"]["throughput_qps"] > 0 and taken["question"]["on"] == "4xA40"
+    assert taken["figures"]["throughput_qps"] > taken["job"]["throughput_qps"] > 0
+    assert taken["question"]["on"] == "4xA40"
     with pytest.raises(InfeasibleError, match=r"within 1 min|within 60") as why:
         ask("4xA40", within="60s")
     assert "4 x A40 need" in str(why.value) and "may do" in str(why.value)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from fake_run import write_fake_run
 from jobs import job_file
 from xgpt.app import library, plan_analysis
 from xgpt.app.opened_job import open_file
@@ -66,6 +67,16 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job):
     margin = found["margin"]
     assert 1 <= margin["factor"] < 1.02 and "times are computed" in margin["note"]
     assert not {"price", "drift", "reschedule", "infeasible"} & set(found)
+
+
+def test_an_explained_run_begins_with_the_prediction_of_its_whole_job(tmp_path):
+    folder = write_fake_run(tmp_path / "run")
+    shown = CliRunner().invoke(command.explain, [str(folder)], catch_exceptions=False).stdout
+    assert [line[:13].strip() for line in shown.splitlines()[:3]] == ["time", "throughput", "chosen"]
+    assert "35.1 s" in shown and "2.05 requests/s, 119 output tokens/s, start and end" in shown
+    (folder / "metrics.json").unlink()
+    shown = CliRunner().invoke(command.explain, [str(folder)], catch_exceptions=False).stdout
+    assert shown.startswith("chosen ")
 
 
 def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job):

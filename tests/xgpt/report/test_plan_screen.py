@@ -1,12 +1,14 @@
 """The screen of a plan: whose times, and comparisons of what was searched."""
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 import xgpt
 from xgpt.app.schedule import Plan
+from xgpt.report.figures import plain
 
 
 @cache
@@ -43,7 +45,29 @@ def test_alternatives_have_a_range_and_no_percentage():
     """Their searches end once they cannot win: what was found, and an upper bound."""
     screen = str(planned("2xA40"))
     table = screen[screen.index("alternative "):]
-    assert "requests/s found  upper bound" in table and "%" not in table
+    assert "steady requests/s  upper bound" in table and "%" not in table
     for line in table.splitlines()[2:]:
         if found := re.match(r"(RRA|Sarathi|FT) +([\d.]+) +([\d.]+) ", line):
             assert float(found[2]) <= float(found[3])
+
+
+def test_a_counted_job_shows_its_time_and_mean_rate_first_and_the_steady_rate_behind():
+    """Of 400 requests much is start and end: the steady rate promises what the job never has."""
+    plan = planned("2xA40")
+    own, steady = plan.prediction, plan.schedule.figures
+    assert own is not None and own.throughput_qps * own.wall_s == pytest.approx(400)
+    assert own.throughput_qps < steady.throughput_qps
+    for text in (str(plan), plan.details):
+        rates = {line[:13].strip(): line[13:] for line in text.splitlines() if "tokens/s" in line}
+        assert [*rates] == ["throughput", "steady rate"]
+        assert rates["throughput"].startswith(f"{plain(own.throughput_qps)} requests/s")
+        assert rates["steady rate"].startswith(f"{plain(steady.throughput_qps)} requests/s")
+    assert plan.job_figures is not None
+    assert plan.job_figures["throughput_qps"] == own.throughput_qps
+
+
+def test_a_plan_of_the_steady_state_has_no_figures_of_a_job():
+    plan = replace(planned("2xA40"), horizon="steady")
+    assert plan.job_figures is None
+    assert [line[:10] for line in str(plan).splitlines() if "tokens/s" in line] == ["throughput"]
+    assert "in steady state" in str(plan)

@@ -131,6 +131,9 @@ TABLES = {
     "sweep, measured": lambda: sweep_text([
         point("rra", "5 s", 12.0, margin=1.05, measured_status="done", measured_qps=11.0),
         point("ft", "5 s", 9.0, measured_status="failed")]),
+    "sweep, of jobs": lambda: sweep_text([
+        point("rra", "5 s", 12.0, job_throughput_qps=8.0),
+        point("ft", "5 s", 9.0, job_throughput_qps=8.5)]),
     "sweep, many points": lambda: sweep_text(many_points())}
 
 
