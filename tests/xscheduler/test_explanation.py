@@ -44,9 +44,11 @@ def sentences(given=BOUND, *, rejected=ROWS, unbounded_qps=None, policy_bounds=(
 @pytest.mark.parametrize(("place", "changes", "words"), [
     # the policy, compared with each other one, is never said to be better than it is
     (0, {}, "RRA (every device encodes and decodes in turn"),
-    (0, {}, "answers 100 requests/s in steady state; WAA-C 80 (encode_batch 3, decode_micro_batches 2)"),
+    (0, {}, "answers 100 requests/s in steady state; WAA-C 80 (encode_batch 3, "
+            "decode_micro_batches 2)"),
     (0, {}, "WAA-M has no schedule"),
-    (0, {"rejected": (rejected("policy", "waa-c", 125.0),)}, "answers 100 requests/s in steady state; WAA-C 125"),
+    (0, {"rejected": (rejected("policy", "waa-c", 125.0),)},
+     "answers 100 requests/s in steady state; WAA-C 125"),
     (0, {"rejected": (NOT_SURE,)}, "WAA-C 125 (encode_batch 3; not sure enough to keep the bound)"),
     (0, {"rejected": ROWS[:1], "policy_bounds": (("rra", 101.0), ("waa-c", 95.0))},
      "WAA-C between 80 (encode_batch 3, decode_micro_batches 2) and 95"),

@@ -132,7 +132,8 @@ class Plan(Printed):
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame of the chosen schedule and its alternatives, a row each: name,
-        throughput_qps (in steady state), latency_s, reason. Raises MissingExtraError without pandas."""
+        throughput_qps (in steady state), latency_s, reason. Raises MissingExtraError without
+        pandas."""
         figures = self.schedule.figures
         chosen = {"name": self.schedule.estimate.policy, "throughput_qps": figures.throughput_qps,
                   "latency_s": figures.latency_s, "reason": "chosen"}

@@ -249,8 +249,8 @@ def _expected(schedule: Schedule, times_of: str) -> list[str]:
         f"Planned by the times of {times_of}; `--set plan.engine={VLLM}` takes those of {VLLM}.")
     others = ["This command is of the first replicas alone. Those of another shape have a schedule "
               "of their own (`others` in `--json`)."] if schedule.estimate.others else []
-    return [f"Expected in steady state: {figures.throughput_qps:.3g} requests/s, latency {figures.latency_s:.3g} s"
-            f"{limit}.", whose, *others]
+    return [f"Expected in steady state: {figures.throughput_qps:.3g} requests/s, latency "
+            f"{figures.latency_s:.3g} s{limit}.", whose, *others]
 
 
 def _over_nodes(deployment: Deployment, each: int) -> tuple[list[str], tuple[str, ...], list[str]]:

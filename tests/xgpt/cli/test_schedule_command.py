@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-
 from fake_run import write_fake_run
+
 from jobs import job_file
 from xgpt.app import library, plan_analysis
 from xgpt.app.opened_job import open_file
@@ -72,7 +72,8 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job):
 def test_an_explained_run_begins_with_the_prediction_of_its_whole_job(tmp_path):
     folder = write_fake_run(tmp_path / "run")
     shown = CliRunner().invoke(command.explain, [str(folder)], catch_exceptions=False).stdout
-    assert [line[:13].strip() for line in shown.splitlines()[:3]] == ["time", "throughput", "chosen"]
+    labels = [line[:13].strip() for line in shown.splitlines()]
+    assert labels[:3] == ["time", "throughput", "chosen"]
     assert "35.1 s" in shown and "2.05 requests/s, 119 output tokens/s, start and end" in shown
     (folder / "metrics.json").unlink()
     shown = CliRunner().invoke(command.explain, [str(folder)], catch_exceptions=False).stdout
