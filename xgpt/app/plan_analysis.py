@@ -166,9 +166,9 @@ def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
                  right=(1, 2, 3, 4, 6))
     share = f"{constraint.quantile * 100:g} %"
     words = (f"The same schedule in steady state, replayed with other output lengths. best: the "
-             f"best schedule for those lengths, without a margin. all: the latency below which {share} of queries "
-             f"are. one query: the mean latency of one as long as the planned {share} quantile. "
-             f"over: above the limit by more than the replay's scatter of 2 %.")
+             f"best schedule for those lengths, without a margin. all: the latency below which "
+             f"{share} of queries are. one query: the mean latency of one as long as the planned "
+             f"{share} quantile. over: above the limit by more than the replay's scatter of 2 %.")
     return f"When output lengths change\n{text}\n{paragraph(words)}"
 
 
