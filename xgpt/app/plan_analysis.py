@@ -15,7 +15,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import to_json
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import percent, plain
-from xgpt.report.table import fact, paragraph, shown_width, table
+from xgpt.report.table import fact, figures_of, paragraph, shown_width, table
 from xscheduler.cache_sizing import with_room
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.fallback import hint
@@ -63,7 +63,7 @@ class PlanAnalysis:
         """The job's own figures (`job`, null for a plan of the steady state), the keys of the
         schedule's file, and those of the requested analyses."""
         keys: dict[str, Any] = {} if self.plan is None else {
-            "job": self.plan.job_figures, **to_json(self.plan.schedule)}
+            "job": figures_of(self.plan.prediction), **to_json(self.plan.schedule)}
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
             keys["infeasible"] = str(self.infeasible)

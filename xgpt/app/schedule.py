@@ -21,11 +21,10 @@ from xgpt.core.units import FP8, format_bytes, format_seconds
 from xgpt.job.job import Job
 from xgpt.job.resolve import open_layouts, resolve_cluster, resolve_weight_dtype, with_layout
 from xgpt.launch.launcher import ranks_per_node, threads_per_rank
-from xgpt.report.figures import JOB_FIGURES
 from xgpt.report.notebook import Printed, frame
 from xgpt.report.plan_screen import ENGINE_WORDS, PlanTimes, plan_screen, source_words
 from xgpt.report.prefix_words import prefix_lines
-from xgpt.report.table import schedule_details
+from xgpt.report.table import figures_of, schedule_details
 from xprofiler.profile_file import load_profile
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
@@ -131,9 +130,8 @@ class Plan(Printed):
                 f"{schedule.figures.throughput_qps:.4g} requests/s in steady state>")
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame of the chosen schedule and its alternatives, a row each: name,
-        throughput_qps (in steady state), latency_s, reason. Raises MissingExtraError without
-        pandas."""
+        """A pandas.DataFrame of the chosen schedule and its alternatives, a row each: name, steady
+        throughput_qps, latency_s, reason. Raises MissingExtraError without pandas."""
         figures = self.schedule.figures
         chosen = {"name": self.schedule.estimate.policy, "throughput_qps": figures.throughput_qps,
                   "latency_s": figures.latency_s, "reason": "chosen"}
@@ -183,14 +181,7 @@ class Plan(Printed):
     @property
     def details(self) -> str:
         """The text of `xgpt explain`: alternatives, bounds, pruned boxes, and each stage."""
-        return schedule_details(self.schedule, self.job_figures)
-
-    @property
-    def job_figures(self) -> dict[str, Any] | None:
-        """{name: figure} of the prediction, as `--json` has it under `job`; None without one."""
-        own = self.prediction
-        return None if own is None else {
-            name: getattr(own, name) for name in JOB_FIGURES}
+        return schedule_details(self.schedule, figures_of(self.prediction))
 
 
 class JobPlanner:

@@ -9,6 +9,7 @@ from xgpt.app.sizing import Question, answer
 from xgpt.cli.options import check_writable, job_options, print_json
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.schedule_file import to_json
+from xgpt.report.table import figures_of
 
 
 @click.command()
@@ -34,7 +35,7 @@ def plan(save: Path | None, overrides: tuple[str, ...], as_json: bool, **asked: 
     found = answer(question, save or Path("job.yaml"), overrides, Terminal(),
                    is_saved=save is not None)
     if as_json:
-        print_json({"question": asdict(question), "job": found.job_figures,
+        print_json({"question": asdict(question), "job": figures_of(found.prediction),
                     **to_json(found.schedule)})
         return
     show(str(found))

@@ -32,7 +32,7 @@ from xgpt.job.job_file import load_job
 from xgpt.launch.exports import vllm_command
 from xgpt.report.chart import SUFFIXES, can_draw
 from xgpt.report.figures import predicted_of
-from xgpt.report.table import schedule_details
+from xgpt.report.table import figures_of, schedule_details
 from xgpt.run_folder.files import METRICS_FILE, newest_run_folder
 from xscheduler.planner import Horizon, PlanOptions
 
@@ -149,7 +149,7 @@ def explain(where: Path | None, overrides: tuple[str, ...], as_json: bool,
     else:
         job = load_job(where, with_seconds(overrides, max_seconds))
         plan = plan_job(open_job(job, Terminal(), "lengths"))
-        found, of_job = plan.schedule, plan.job_figures
+        found, of_job = plan.schedule, figures_of(plan.prediction)
     if as_json:
         print_json(to_json(found))
     else:

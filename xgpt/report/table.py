@@ -15,10 +15,11 @@ from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
-from xgpt.report.figures import comparisons, lost_to_bound, percent, plain, rates
+from xgpt.report.figures import JOB_FIGURES, comparisons, lost_to_bound, percent, plain, rates
 from xgpt.report.output import text_at
 from xgpt.report.words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE
+from xsimulator.replay.prediction import JobPrediction
 
 WIDTH = 80  # columns in a file or a pipe, and the most on a terminal
 _LEAST_WIDTH = 40
@@ -91,6 +92,12 @@ def summary_table(metrics: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
     return "\n".join([*heads, table(("", "predicted", "measured", "ratio", ""), body,
                                     right=(1, 2, 3)),
                       *(paragraph(text) for text in remarks if text)])
+
+
+def figures_of(prediction: JobPrediction | None) -> dict[str, Any] | None:
+    """{name: figure} of a job's prediction, as `--json` has it under `job`; None without one."""
+    return None if prediction is None else {
+        name: getattr(prediction, name) for name in JOB_FIGURES}
 
 
 def choice_table(schedule: Schedule) -> str:

@@ -9,6 +9,7 @@ import pytest
 import xgpt
 from xgpt.app.schedule import Plan
 from xgpt.report.figures import plain
+from xgpt.report.table import figures_of
 
 
 @cache
@@ -62,12 +63,12 @@ def test_a_counted_job_shows_its_time_and_mean_rate_first_and_the_steady_rate_be
         assert [*rates] == ["throughput", "steady rate"]
         assert rates["throughput"].startswith(f"{plain(own.throughput_qps)} requests/s")
         assert rates["steady rate"].startswith(f"{plain(steady.throughput_qps)} requests/s")
-    assert plan.job_figures is not None
-    assert plan.job_figures["throughput_qps"] == own.throughput_qps
+    figures = figures_of(own)
+    assert figures is not None and figures["throughput_qps"] == own.throughput_qps
 
 
 def test_a_plan_of_the_steady_state_has_no_figures_of_a_job():
     plan = replace(planned("2xA40"), horizon="steady")
-    assert plan.job_figures is None
+    assert figures_of(plan.prediction) is None
     assert [line[:10] for line in str(plan).splitlines() if "tokens/s" in line] == ["throughput"]
     assert "in steady state" in str(plan)
