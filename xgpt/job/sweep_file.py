@@ -38,7 +38,7 @@ ALL, AUTO = "all", "auto"  # values of policy: every one; the one that the searc
 OVER, BOUNDS = "--over", "--bounds"
 FT = "ft"  # before a percentile of the latencies of FasterTransformer's batches
 _FT_BOUND = re.compile(rf"{FT}[1-9]\d?")
-_SECTIONS = ("workload", "constraint", "schedule", "run")
+_SECTIONS = ("workload", "constraint", "schedule", "run", "plan")
 _FORM = f"{OVER} takes AXIS=VALUE,VALUE,...; for example policy=rra,waa-c"
 
 

@@ -277,6 +277,8 @@ def test_a_task_takes_the_place_of_lengths_and_a_cluster_is_meant_as_a_whole(job
     assert task.workload.output_tokens.task == "T" and task.workload.count == 2000
     assert cluster.cluster == "a40-8" and cluster.run.ranks is None
     assert gpus.run.ranks == 2
+    rows = load_sweep(job, over=("plan.engine=vllm-0.12.0,sglang-0.5",), bounds="inf").points
+    assert [point.job.plan_engine for point in rows] == ["vllm-0.12", "sglang"]
 
 
 def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job):
