@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import xgpt
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.schedule import job_with_times
 from xgpt.core import catalog
 from xgpt.core.problem import QueryLengths, QueryTimes
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import Operator
+from xscheduler.evaluator import predict
 from xsimulator.addresses import address_of
 from xsimulator.closed_loop import ROUNDS, ClosedLoop, StepSeconds, simulate_loop
 from xsimulator.replay.records import ReplayResult
@@ -22,6 +24,8 @@ TIMING = Roofline(MODEL, catalog.device("H100"), "bfloat16")
 STEPS = StepSeconds(MODEL, TIMING, LINK, "bfloat16", 2)
 LOOP = ClosedLoop(concurrency=1, input_tokens=1000, output_tokens=11, step_tokens=8192, mixes=True,
             kv_tokens=1e6)
+JOB = {"model": MODEL.name, "cluster": "2xH100", "plan": {"engine": "xgpt"},
+       "workload": {"requests": {"count": 80}, "input_tokens": 4096, "output_tokens": 512}}
 
 
 def step_s(*what: float) -> float:
@@ -135,12 +139,30 @@ def test_the_replay_of_a_job_has_the_times_of_a_closed_loop(policy, inputs, outp
     assert tpot_s == pytest.approx(expected.tpot_s, rel=0.06)
 
 
+def test_the_prediction_and_the_simulation_of_a_job_have_the_first_token_of_its_loop():
+    job = job_of("sarathi", 16, count=160)
+    simulation = xgpt.simulate(job)
+    expected = simulate_loop(replace(LOOP, concurrency=16, input_tokens=4096, output_tokens=512),
+                             STEPS)
+    found = predict(simulation.problem, TIMING, simulation.estimate)
+    assert found is not None and found.loop_ttft_s == simulation.figures.loop_ttft_s
+    assert found.loop_ttft_s == pytest.approx(expected.ttft_s, rel=0.06)
+    assert found.ttft_p50_s > 20 * found.loop_ttft_s, "waiting since the start of the job"
+    assert "by 16 clients of a closed loop" in str(simulation)
+    batches = xgpt.simulate(xgpt.load({**JOB, "schedule": {
+        "policy": "rra", "encode_batch": 4, "decode_iterations": 16, "tp_degree": 2, "tp_gpus": 2,
+        "replicas": 1}}))
+    assert batches.figures.loop_ttft_s is None and "first token" not in str(batches)
+
+
+def job_of(policy: str, clients: int, count: int) -> OpenedJob:
+    return xgpt.load({**JOB, "workload": {**JOB["workload"], "requests": {"count": count}},
+                      "schedule": {"policy": policy, "max_active": clients, "token_budget": 8192,
+                                   "tp_degree": 2, "tp_gpus": 2, "replicas": 1}})
+
+
 def replay_of(policy: str, clients: int) -> JobReplayer:
-    job = xgpt.load({
-        "model": MODEL.name, "cluster": "2xH100", "plan": {"engine": "xgpt"},
-        "schedule": {"policy": policy, "max_active": clients, "token_budget": 8192,
-                     "tp_degree": 2, "tp_gpus": 2, "replicas": 1},
-        "workload": {"requests": {"count": 1}, "input_tokens": 4096, "output_tokens": 512}})
+    job = job_of(policy, clients, count=1)
     opened, timing = job_with_times(job)
     assert timing.operator_s(Operator.HEAD, 1.0) == TIMING.operator_s(Operator.HEAD, 1.0)
     return replayer_of(opened.problem, timing, xgpt.simulate(job).estimate)

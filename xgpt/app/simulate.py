@@ -34,7 +34,12 @@ from xscheduler.replicas import problem_of_replica, replica_problems
 from xscheduler.search import SURE
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
-from xsimulator.replay.prediction import num_checked_queries, sample_job, steady_queries
+from xsimulator.replay.prediction import (
+    loop_ttft_s,
+    num_checked_queries,
+    sample_job,
+    steady_queries,
+)
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.replicas import replay_steady, replayer_of
 from xsimulator.replay.steady_state import (
@@ -53,9 +58,8 @@ ROUNDS = 12  # as many times the queries in the system are enough for a steady s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayFigures:
     """Figures of a replayed job with its start and end, and of its steady state (None: the job is
-    too short for one, or has no query of the length that the limit is for). `clients`: requests at
-    a time of each replica, under a policy that admits one when another ends, else None.
-    `loop_ttft_s`: mean TTFT that so many clients of a closed loop measure."""
+    too short for one, or has no query of the length that the limit is for). `loop_ttft_s`: as of
+    xsimulator.replay.prediction."""
 
     queries: int
     throughput_qps: float
@@ -70,7 +74,6 @@ class ReplayFigures:
     kv_peak_tokens: int  # of the fullest pool that decodes
     kv_tokens: int  # its budget
     preemptions: int
-    clients: int | None
     loop_ttft_s: float | None
 
 
@@ -108,9 +111,9 @@ class Simulation(Printed):
                 ("steady rate", steady),
                 ("latency", f"P50 {format_seconds(of.latency_p50_s)}, P99 "
                             f"{format_seconds(of.latency_p99_s)}; {verdict}"),
-                *([] if of.clients is None or of.loop_ttft_s is None else [(
+                *([] if of.loop_ttft_s is None else [(
                     "first token", f"{format_seconds(of.loop_ttft_s)} in the mean after sending, "
-                    f"for a closed loop of {counted(of.clients, 'client')} a replica")]),
+                    f"by {counted(own.variables['max_active'], 'client')} of a closed loop")]),
                 ("busy", f"{percent(sum(of.utilisation) / len(of.utilisation))} of the time, "
                          f"KV cache {percent(of.kv_peak_tokens / max(of.kv_tokens, 1))} at most"
                          f"{f'; {of.preemptions} preemptions' * bool(of.preemptions)}"),
@@ -245,8 +248,6 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
 def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: float,
              estimate: Estimate, copies: int) -> ReplayFigures:
     """The figures of a replay by one of `copies` equal replicas."""
-    clients = None if estimate.others else estimate.variables.get("max_active")
-    ttft_s = None if clients is None else float(result.loop_ttft_s(clients).mean())
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
     fullest = max((pool for pool in result.pools if pool.role != "encode"), key=lambda pool: (
         pool.memory_tokens.max(initial=0) / max(pool.kv_tokens, 1)))
@@ -259,5 +260,5 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: fl
         steady_latency_s=steady.latency_s if steady and not math.isnan(steady.latency_s) else None,
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
         estimated_latency_s=estimated_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
-        kv_tokens=fullest.kv_tokens, preemptions=result.preemptions, clients=clients,
-        loop_ttft_s=ttft_s)
+        kv_tokens=fullest.kv_tokens, preemptions=result.preemptions,
+        loop_ttft_s=loop_ttft_s(result, estimate))

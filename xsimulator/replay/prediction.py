@@ -54,11 +54,11 @@ class EndTimes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
     """Expected throughput, latencies and makespan (`wall_s`) of a job, as means over replays.
-    Percentiles are over the requests of one job. TTFT counts from the arrival. TPOT is of requests
-    with more than one output token, None without any. `encoded_tokens`: of inputs, without those
-    that requests share. `ends`: None without deadlines. `load_s`: before them; None: unknown.
-    `replicas`: of each of several, in the last replay: queries, output_tokens, wall_s to its last
-    token, output_tokens_per_s."""
+    Percentiles are over the requests of one job. TTFT counts from the arrival, `loop_ttft_s` as the
+    function of that name. TPOT is of requests with more than one output token, None without any.
+    `encoded_tokens`: of inputs, without those that requests share. `ends`: None without deadlines.
+    `load_s`: before them; None: unknown. `replicas`: of each of several, in the last replay:
+    queries, output_tokens, wall_s to its last token, output_tokens_per_s."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -72,6 +72,7 @@ class JobPrediction:
     encoded_tokens: float = 0.0
     ends: EndTimes | None = field(default=None, compare=False, repr=False)
     load_s: float | None = None
+    loop_ttft_s: float | None = None
     replicas: Sequence[Mapping[str, float]] = field(default=(), compare=False, repr=False)
 
 
@@ -119,6 +120,16 @@ def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = N
         result, mean["wall_s"] / result.makespan_s, (num_queries or replayed) / replayed),
         ends=None if not len(own_s) else EndTimes(
             np.concatenate(ends_s), np.tile(own_s, len(ends_s))))
+
+
+def loop_ttft_s(result: ReplayResult, estimate: Estimate) -> float | None:
+    """Mean TTFT in seconds that clients of a closed loop measure, as many at each replica as the
+    estimate admits requests. None for policies that form batches, unlike replicas, and unknown
+    times."""
+    clients = None if estimate.others else estimate.variables.get("max_active")
+    if clients is None or not result.is_timed:
+        return None
+    return float(result.loop_ttft_s(clients).mean())
 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
