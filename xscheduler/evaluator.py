@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,6 @@ from xsimulator.replay.prediction import (
     MOST_PREDICTED,
     JobPrediction,
     job_replays,
-    loop_ttft_s,
     mean_prediction,
     num_checked_queries,
 )
@@ -118,12 +116,9 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
     replays if lengths are not all known; None without requests."""
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
-    if replayed is None:
-        return None
-    first = next(replayed.results)
-    found = mean_prediction(chain([first], replayed.results), replayed.num_queries,
-                            replayed.deadlines_s, replayed.load_s)
-    return replace(found, loop_ttft_s=loop_ttft_s(first, estimate))
+    return None if replayed is None else mean_prediction(
+        replayed.results, replayed.num_queries, replayed.deadlines_s, replayed.load_s,
+        None if estimate.others else estimate.variables.get("max_active"))
 
 
 class JobReplays(NamedTuple):

@@ -34,12 +34,7 @@ from xscheduler.replicas import problem_of_replica, replica_problems
 from xscheduler.search import SURE
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
-from xsimulator.replay.prediction import (
-    loop_ttft_s,
-    num_checked_queries,
-    sample_job,
-    steady_queries,
-)
+from xsimulator.replay.prediction import num_checked_queries, sample_job, steady_queries
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.replicas import replay_steady, replayer_of
 from xsimulator.replay.steady_state import (
@@ -58,8 +53,8 @@ ROUNDS = 12  # as many times the queries in the system are enough for a steady s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayFigures:
     """Figures of a replayed job with its start and end, and of its steady state (None: the job is
-    too short for one, or has no query of the length that the limit is for). `loop_ttft_s`: as of
-    xsimulator.replay.prediction."""
+    too short for one, or has no query of the length that the limit is for). `loop_ttft_s`:
+    as of ReplayResult."""
 
     queries: int
     throughput_qps: float
@@ -261,4 +256,5 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: fl
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
         estimated_latency_s=estimated_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
         kv_tokens=fullest.kv_tokens, preemptions=result.preemptions,
-        loop_ttft_s=loop_ttft_s(result, estimate))
+        loop_ttft_s=result.loop_ttft_s(
+            None if estimate.others else estimate.variables.get("max_active")))

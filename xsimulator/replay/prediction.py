@@ -54,8 +54,8 @@ class EndTimes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
     """Expected throughput, latencies and makespan (`wall_s`) of a job, as means over replays.
-    Percentiles are over the requests of one job. TTFT counts from the arrival, `loop_ttft_s` as the
-    function of that name. TPOT is of requests with more than one output token, None without any.
+    Percentiles are over the requests of one job. TTFT counts from the arrival, `loop_ttft_s` as in
+    ReplayResult. TPOT is of requests with more than one output token, None without any.
     `encoded_tokens`: of inputs, without those that requests share. `ends`: None without deadlines.
     `load_s`: before them; None: unknown. `replicas`: of each of several, in the last replay:
     queries, output_tokens, wall_s to its last token, output_tokens_per_s."""
@@ -100,10 +100,11 @@ def with_limit_length(outputs: IntArray, length: int) -> IntArray:
 
 
 def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = None,
-                    deadlines_s: FloatArray | None = None,
-                    load_s: float | None = None) -> JobPrediction:
+                    deadlines_s: FloatArray | None = None, load_s: float | None = None,
+                    clients: int | None = None) -> JobPrediction:
     """The mean prediction of replays of one job. num_queries: of the whole job, if the replays are
-    of only some of its requests. deadlines_s: of those replayed, [requests]. load_s: before it."""
+    of only some of its requests. deadlines_s: of those replayed, [requests]. load_s: before it.
+    clients: of each replica, of a closed loop."""
     figures, ends_s = [], list[FloatArray]()
     for result in results:
         figures.append(_figures(result, num_queries))
@@ -116,20 +117,11 @@ def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = N
         mean[name] = None if math.isnan(mean[name]) else mean[name]
     own_s = np.empty(0) if deadlines_s is None else deadlines_s[np.isfinite(deadlines_s)]
     replayed = len(result.times.start_s)
-    return JobPrediction(**mean, load_s=load_s, replicas=_of_replicas(
-        result, mean["wall_s"] / result.makespan_s, (num_queries or replayed) / replayed),
+    return JobPrediction(
+        **mean, load_s=load_s, loop_ttft_s=result.loop_ttft_s(clients), replicas=_of_replicas(
+            result, mean["wall_s"] / result.makespan_s, (num_queries or replayed) / replayed),
         ends=None if not len(own_s) else EndTimes(
             np.concatenate(ends_s), np.tile(own_s, len(ends_s))))
-
-
-def loop_ttft_s(result: ReplayResult, estimate: Estimate) -> float | None:
-    """Mean TTFT in seconds that clients of a closed loop measure, as many at each replica as the
-    estimate admits requests. None for policies that form batches, unlike replicas, and unknown
-    times."""
-    clients = None if estimate.others else estimate.variables.get("max_active")
-    if clients is None or not result.is_timed:
-        return None
-    return float(result.loop_ttft_s(clients).mean())
 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,

@@ -70,17 +70,17 @@ class ReplayResult:
             return 0.0
         return float(times.last_token_s.max() - times.arrival_s.min())
 
-    def loop_ttft_s(self, clients: int) -> FloatArray:
-        """TTFT in seconds, [requests], as clients of a closed loop measure it: `clients` of each
-        replica, who send at the start of the job and again whenever an answer ends. For jobs whose
-        requests wait from the start, on replicas that admit one when another ends."""
-        found = []
+    def loop_ttft_s(self, clients: int | None) -> float | None:
+        """Mean TTFT in seconds that clients of a closed loop measure, `clients` at each replica,
+        who send at the start of the job and again whenever an answer ends. For policies that admit
+        a request when another ends. None without clients or with unknown times."""
+        if clients is None or not self.is_timed:
+            return None
+        waits_s = 0.0
         for own in self.replicas or [np.arange(len(self.output_tokens))]:
-            starts_s, sent_s = self.times.start_s[own], np.zeros(len(own))
-            sent_s[clients:] = np.sort(self.times.last_token_s[own])[:max(len(own) - clients, 0)]
-            found.append(self.times.first_token_s[own][np.argsort(starts_s, kind="stable")]
-                         - sent_s)
-        return np.concatenate(found)
+            ends_s = np.sort(self.times.last_token_s[own])[:max(len(own) - clients, 0)]
+            waits_s += float(self.times.first_token_s[own].sum() - ends_s.sum())
+        return waits_s / len(self.output_tokens)
 
     @property
     def is_timed(self) -> bool:
