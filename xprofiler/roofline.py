@@ -29,7 +29,7 @@ from xprofiler.constants import (
     engine_constants,
     engine_errors,
 )
-from xprofiler.experts import ExpertKernels, reached_share
+from xprofiler.experts import ExpertKernels
 from xprofiler.kernels import Kernels, joined
 from xprofiler.source_errors import SourceErrors, with_products_of
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
@@ -287,18 +287,16 @@ class Roofline:
 
     def _reduce_s(self, num_bytes: FloatArray, tp_degree: int, link: Link) -> FloatArray:
         """Seconds of an all-reduce in a layer: the mean of its two exchanges. With parts that
-        attend to requests of their own, one is a sum within each part. The other sends tokens to
-        the ranks that have their experts, and back: as many bytes as an all-reduce of them."""
-        split, experts = self._of[0].split, self._of[0].decoder.experts
-        if split.attention_dp == 1 or experts is None:
+        attend to requests of their own, one is a sum within each part. The other gathers the
+        tokens of all parts for their experts, and scatters the sums: as many bytes as one sum."""
+        split = self._of[0].split
+        if split.attention_dp == 1:
             return self.links.sum_s(num_bytes, tp_degree, link)
-        degree, parts, near = split.attention_degree(tp_degree), split.ep_degree, link
-        if link.inside is not None:
-            parts = min(parts, tp_degree // link.per_node)  # a token is sent to a node once
-            near = link.inside if degree <= link.per_node else link
-        sent = num_bytes * reached_share(experts, parts)
+        degree, near = split.attention_degree(tp_degree), link
+        if link.inside is not None and degree <= link.per_node:
+            near = link.inside
         return (self.links.sum_s(num_bytes / split.attention_dp, degree, near)
-                + self.links.sum_s(sent, tp_degree, link)) / 2
+                + self.links.sum_s(num_bytes, tp_degree, link)) / 2
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """Infinite: times are computed at any size."""

@@ -32,8 +32,9 @@ def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int
         return f"tp_degree {tp_degree} with tp_gpus {tp_gpus}: degree 1 goes with 0 GPUs"
     if tp_degree < 1 or tp_gpus < 0 or tp_gpus % tp_degree or tp_gpus > devices:
         return f"tp_gpus {tp_gpus} is no multiple of tp_degree {tp_degree} within {devices} devices"
-    if tp_degree > 1 and (reason := refuse_tp_degree(model, tp_degree)) is not None:
-        return reason
+    for degree in {tp_degree, 1 if tp_gpus < devices else tp_degree}:
+        if (reason := refuse_tp_degree(model, degree)) is not None:
+            return reason
     for first in range(0, tp_gpus, tp_degree):
         if not is_allowed_group(cluster, range(first, first + tp_degree)):
             return (f"a group of {tp_degree} would span parts of nodes of "
@@ -80,7 +81,7 @@ def can_hold(model: ModelSpec, encode: Sequence[tuple[int, ...]],
     degrees = {len(group) for group in (*encode, *decode)}
     return (len(encode) <= max(pool_layers(model, "encode"))
             and len(decode) <= max(pool_layers(model, "decode"))
-            and all(refuse_tp_degree(model, d) is None for d in degrees if d > 1))
+            and all(refuse_tp_degree(model, degree) is None for degree in degrees))
 
 
 def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence[StageCost],

@@ -14,6 +14,7 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.model import (
     ModelSpec,
+    head_params_of_rank,
     kv_elements_of_rank,
     kv_heads_of_rank,
     layer_params_of_rank,
@@ -45,7 +46,7 @@ def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str
     elements = np.array([
         s.num_layers * layer_params_of_rank(model, s.tp_degree)
         + s.num_encoder_layers * model.encoder_layer_params / s.tp_degree for s in stages])
-    elements[-1] += model.head_params / stages[-1].tp_degree
+    elements[-1] += head_params_of_rank(model, stages[-1].tp_degree)
     held: FloatArray = elements * WEIGHT_BYTES[weight_dtype or dtype]
     held[0] += model.embedding_params * DTYPE_BYTES[dtype]
     return held
@@ -85,7 +86,9 @@ class StageBytes:
     @cached_property
     def _of_token(self) -> FloatArray:
         problem, degrees = self._problem, [stage.tp_degree for stage in self._stages]
-        elements = {own: kv_elements_of_rank(problem.model, own) for own in set(degrees)}
+        model, split = problem.model, problem.model.split  # a part has its requests' tokens alone
+        elements = {degree: kv_elements_of_rank(model, split.attention_degree(degree))
+                    / split.attention_dp for degree in set(degrees)}
         return np.asarray(np.array([stage.num_layers * elements[degree] for stage, degree in zip(
             self._stages, degrees, strict=True)]) * problem.kv_item_bytes)
 

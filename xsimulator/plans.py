@@ -17,6 +17,7 @@ from xgpt.core.cluster import Link
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.model import head_params_of_rank
 from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xgpt.core.units import WEIGHT_BYTES
@@ -172,7 +173,7 @@ class StagePlans:
             layers = self._shared.layers(problem, own)
         weights = memory.weight_bytes(model, stages, problem.dtype, problem.weight_dtype)
         if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
-            weights[-1] -= (model.head_params / stages[-1].tp_degree
+            weights[-1] -= (head_params_of_rank(model, stages[-1].tp_degree)
                             * WEIGHT_BYTES[problem.weight_dtype])
         return StagePlan(stages=stages, weight_bytes=weights,
                          times=StageTimes(layers, problem.cluster, stages))

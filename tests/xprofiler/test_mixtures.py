@@ -81,13 +81,15 @@ def test_a_request_is_attended_to_by_its_part_alone():
 
 
 def test_parts_of_one_rank_exchange_tokens_once_a_layer():
-    """Of the two all-reduces of a layer that of attention is left out, and tokens go to those ranks
-    alone that have their experts."""
-    size = 2.0**28
-    both, one, few = (times(ep_degree=ep, dp=dp).message_s(
-        MessageKind.ALL_REDUCE, size, NVLINK, tp_degree=8) for ep, dp in ((1, 1), (1, 8), (8, 8)))
-    assert one == both / 2
-    assert few < one
+    """Of the two all-reduces of a layer that of attention is left out; parts of two ranks have it
+    for an eighth of the tokens, within their node."""
+    size, network = 2.0**28, replace(catalog.link("ib-400g"), inside=NVLINK, per_node=8)
+    for link, degree in ((NVLINK, 8), (network, 16)):
+        both, one, pairs = (float(times(ep_degree=8, dp=dp).message_s(
+            MessageKind.ALL_REDUCE, size, link, tp_degree=degree))
+            for dp in (1, degree, degree // 2))
+        assert one == both / 2
+        assert one < pairs < 1.3 * one
 
 
 def test_products_of_experts_leave_a_part_of_their_tiles_empty():

@@ -160,7 +160,7 @@ class Plan(Printed):
         """Names of other engines (vLLM with fp8 weights too) and the seconds that the job takes by
         their computed times, where these differ."""
         own, problem = self.prediction, self.opened.problem
-        if own is None or not isinstance(self.timing, Roofline):
+        if own is None or not isinstance(self.timing, Roofline) or problem.model.split.is_asked:
             return []
         asked = [(engine, problem.weight_dtype) for engine in (VLLM, OWN_ENGINE)
                  if engine != self.opened.job.plan_engine]

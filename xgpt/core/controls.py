@@ -214,6 +214,8 @@ class FixedSchedule:
     token_budget: int | None = None  # vLLM, Sarathi
     tp_degree: int | None = None
     tp_gpus: int | None = None
+    ep_degree: int | None = None  # of a mixture of experts: see xgpt.core.model.Split
+    attention_dp: int | None = None
     others: tuple[tuple[str, int], ...] = ()  # (name, value) of variables of other packages
 
     @property

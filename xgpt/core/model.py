@@ -97,9 +97,14 @@ class Split:
     ep_degree: int = 1
     attention_dp: int = 1
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a layer is divided otherwise than every matrix over all ranks."""
+        return self.ep_degree * self.attention_dp > 1
+
     def attention_degree(self, tp_degree: int) -> int:
         """Number of ranks that share the attention of a request, in a group of `tp_degree`."""
-        return tp_degree // self.attention_dp
+        return max(tp_degree // self.attention_dp, 1)
 
 
 # Naming and layout of a checkpoint's tensors: "llama" for all gated decoders
@@ -274,9 +279,25 @@ def kv_elements_of_rank(spec: ModelSpec, tp_degree: int) -> float:
 def layer_params_of_rank(spec: ModelSpec, tp_degree: int) -> float:
     """Parameters of a decoder layer on each rank of a group. Its matrices are divided, but a copied
     KV head has its projections on every rank that holds it."""
+    own, routed = spec.split.attention_degree(tp_degree), routed_params(spec)
     of_head = 2 * spec.head_dim * (spec.hidden_size + spec.qkv_bias)
-    copied = kv_heads_of_rank(spec, tp_degree) - spec.kv_heads / tp_degree
-    return spec.decoder_layer_params / tp_degree + copied * of_head
+    copied = kv_heads_of_rank(spec, own) - spec.kv_heads / own
+    return (spec.decoder_layer_params - routed) / own + routed / tp_degree + copied * of_head
+
+
+def head_params_of_rank(spec: ModelSpec, tp_degree: int) -> float:
+    """Parameters of the output head on each rank of a group: parts that attend to requests of their
+    own have one each."""
+    return spec.head_params / spec.split.attention_degree(tp_degree)
+
+
+def routed_params(spec: ModelSpec) -> float:
+    """Parameters of a layer's routed experts, the mean of its layers; 0 for a dense model."""
+    experts = spec.decoder.experts
+    if experts is None:
+        return 0.0
+    mixtures = 1 - experts.dense_layers / spec.num_layers
+    return mixtures * 3 * spec.hidden_size * experts.inner * experts.count
 
 
 def input_projection_params(spec: ModelSpec) -> int:
@@ -292,25 +313,31 @@ def active_layer_params(spec: ModelSpec) -> int:
     experts = spec.decoder.experts
     if experts is None:
         return spec.decoder_layer_params
-    idle = 3 * spec.hidden_size * experts.inner * (experts.count - experts.per_token)
-    mixtures = 1 - experts.dense_layers / spec.num_layers
-    return spec.decoder_layer_params - round(mixtures * idle)
+    return spec.decoder_layer_params - round(
+        routed_params(spec) * (1 - experts.per_token / experts.count))
 
 
 def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
     """The reason why the model's layers cannot be divided over `degree` ranks; None if they can."""
     assert degree >= 1, f"{degree = }"
-    parts = {"attention heads": spec.num_heads,
-             "MLP columns": (spec.intermediate_size if spec.decoder.experts is None else
-                             spec.decoder.experts.inner)}
-    if spec.decoder.experts is not None:
-        parts |= {"columns of the shared experts": spec.decoder.experts.shared,
-                  "columns of the dense layers": spec.decoder.experts.dense_inner}
-    for what, count in parts.items():
-        if count % degree:
-            return f"tp_degree {degree} does not divide the model's {count} {what}"
-    if spec.kv_heads % degree and degree % spec.kv_heads:
-        return (f"tp_degree {degree} is neither a divisor nor a multiple of the model's "
+    split, experts = spec.split, spec.decoder.experts
+    for key in ("ep_degree", "attention_dp"):
+        if degree % getattr(split, key):
+            return f"tp_degree {degree} is no multiple of {key} {getattr(split, key)}"
+    own = split.attention_degree(degree)
+    parts = [("attention heads", spec.num_heads, own)]
+    if experts is None:
+        parts.append(("MLP columns", spec.intermediate_size, degree))
+    else:
+        parts += [("MLP columns", experts.inner, degree // split.ep_degree),
+                  ("columns of the shared experts", experts.shared, own),
+                  ("columns of the dense layers", experts.dense_inner, own)]
+    for what, count, ranks in parts:
+        if count % ranks:
+            each = "" if ranks == degree else f", {ranks} ranks a part,"
+            return f"tp_degree {degree}{each} does not divide the model's {count} {what}"
+    if spec.kv_heads % own and own % spec.kv_heads:
+        return (f"tp_degree {own} is neither a divisor nor a multiple of the model's "
                 f"{spec.kv_heads} key-value heads")
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -87,6 +87,8 @@ class Problem:
 def _fingerprint(model: ModelSpec, dtype: str, ranks: int) -> str:
     shape = {key: getattr(model, key) for key in _SHAPE}
     parts = {"model": shape, "dtype": dtype, "ranks": ranks}
+    if model.split.is_asked:
+        parts["split"] = asdict(model.split)
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

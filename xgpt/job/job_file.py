@@ -35,7 +35,7 @@ from xgpt.job.plan_sections import (
     constraint_of,
     without_limit,
 )
-from xgpt.job.schedule_section import AUTO, check_sharing, schedule_of, section_kind
+from xgpt.job.schedule_section import AUTO, check_sharing, schedule_of, section_kind, wrong_split
 from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
 from xgpt.job.workload_section import WorkloadSection, file_of, words_of, workload_of
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, parse_tree, read_tree
@@ -126,6 +126,9 @@ def job_schema() -> dict[str, Any]:
 _FOREIGN = {"max_num_seqs": "schedule.max_active", "max_batch_size": "schedule.max_active",
             "max_num_batched_tokens": "schedule.token_budget",
             "tensor_parallel_size": "schedule.tp_degree", "tp": "schedule.tp_degree",
+            "ep_size": "schedule.ep_degree", "expert_parallel_size": "schedule.ep_degree",
+            "moe_expert_parallel_size": "schedule.ep_degree",
+            "enable_attention_dp": "schedule.attention_dp",
             "data_parallel_size": "schedule.replicas", "dp": "schedule.replicas",
             "gpus": "constraint.max_gpus", "num_gpus": "constraint.max_gpus",
             "total_gpus": "constraint.max_gpus", "kv_cache_dtype": "run.kv_dtype",
@@ -250,6 +253,9 @@ def _check(job: Job, reading: typed.Reading) -> None:
     """Records sections that contradict each other."""
     check_run(job.run, reading)
     check_sharing(job, reading)
+    if (model := catalog.model_named(job.model)) is not None:
+        for key, allowed in wrong_split(job.schedule, model):
+            reading.reject(f"schedule.{key}", allowed)
     if job.slurm is not None:
         check_slurm(job.slurm, reading)
     if job.constraint.objective != "throughput" and (job.slurm is not None or job.run.hosts):

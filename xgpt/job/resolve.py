@@ -20,7 +20,7 @@ from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, SHARING_ENGINES, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
 from xgpt.core.lengths import FloatArray, JointLengths, synthetic_lengths
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, Split
 from xgpt.core.prefixes import Prefixes, dealt_prefixes, in_blocks
 from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
@@ -29,7 +29,7 @@ from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import earlier_lengths, resolve_lengths, without_requests
 from xgpt.job.plan_sections import without_limit
-from xgpt.job.schedule_section import OFF
+from xgpt.job.schedule_section import OFF, SPLIT_KEYS, wrong_split
 from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.request import Requests
 
@@ -46,6 +46,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = _without_reserve(resolve_cluster(job), job)
+    if (split := _split(job, shape, cluster.device)).is_asked:
+        shape = replace(shape, split=split)
     if shape.planned_only and job.run.engine != VLLM and (
             job.cluster == LOCAL_CLUSTER or job.slurm is not None):
         raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
@@ -270,11 +272,17 @@ _EIGHT_BITS_BY_KEY = {"weight_dtype": {FP8: "has_fp8", INT8: "has_int8"},
                       "kv_dtype": {FP8: "has_fp8", INT8: "int8_cache"}}
 
 
+def _is_only_planned(job: Job, device: Device) -> bool:
+    """Whether the job is for GPUs that are not here, and has no profile, which was measured with
+    another type or division."""
+    return not (device.kind != "gpu" or job.cluster == LOCAL_CLUSTER or job.slurm is not None
+                or job.profile is not None)
+
+
 def _planned_for(job: Job, device: Device, key: str) -> list[str]:
-    """The 8-bit types allowed for a key: those that the planned engine executes, on GPUs that are
-    not here; none with a profile, which was measured with another type."""
-    if (device.kind != "gpu" or job.cluster == LOCAL_CLUSTER or job.slurm is not None
-            or job.profile is not None):
+    """The 8-bit types allowed for a key: those that the planned engine executes, if the job is only
+    planned."""
+    if not _is_only_planned(job, device):
         return []
     row = catalog.engine(job.plan_engine)
     return [dtype for dtype, own in _EIGHT_BITS_BY_KEY[key].items() if getattr(row, own)]
@@ -285,6 +293,23 @@ def _planned_words(key: str) -> str:
         getattr(catalog.engine(name), own) for own in _EIGHT_BITS_BY_KEY[key].values())]
     return (f"types of 8 bits are planned for on clusters of GPUs that are not here, as "
             f"{', '.join(engines)} execute them (plan.engine), and no runner under xgpt does there")
+
+
+def _split(job: Job, model: ModelSpec, device: Device) -> Split:
+    """How the job divides a layer of a mixture of experts within a group. Raises InputError for
+    what the model has not, or no engine would execute."""
+    asked = {key: value for key in SPLIT_KEYS if (value := getattr(job.schedule, key) or 1) > 1}
+    wrongs = dict(wrong_split(job.schedule, model))
+    if not _is_only_planned(job, device) or not catalog.engine(job.plan_engine).splits:
+        able = [name for name in catalog.names("engine") if catalog.engine(name).splits]
+        wrongs |= dict.fromkeys(asked, (
+            "1 (or left out) here: other values are planned for on clusters of GPUs that are not "
+            f"here, as {', '.join(able)} execute them (plan.engine). No runner under xgpt does, "
+            "and its replicas of vLLM divide columns alone; `xgpt schedule --export "
+            f"{VLLM}` prints vLLM's own command"))
+    refuse(Mistake(file=str(job.source), line=None, key=f"schedule.{key}", value=asked[key],
+                   allowed=allowed) for key, allowed in wrongs.items())
+    return Split(**asked)
 
 
 def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:

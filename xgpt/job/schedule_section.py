@@ -1,7 +1,7 @@
 """The section `schedule` of a job file: control variables that the user fixes, and how requests are
 adjusted, admitted and forecast."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import cache
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ from xgpt.core.controls import (
 from xgpt.core.engines import OWN_ENGINE, SHARING_ENGINES, rows_of_others
 from xgpt.core.errors import nearest
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
+from xgpt.core.model import ModelSpec
 from xgpt.core.policies import (
     Policy,
     able_policies,
@@ -65,6 +66,7 @@ _PARTS = ("decode_micro_batches", "encode_micro_batches")
 _OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "order", "window", "admission",
                   "forecast", "batches", "system", "prefixes"}
 WHOLE_JOB = "job"
+SPLIT_KEYS = ("ep_degree", "attention_dp")  # how a mixture's layer is divided in a group
 _RULES = (AUTO, *ADMISSION_RULES)
 
 
@@ -114,6 +116,7 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
             lambda value: None if value == AUTO else parse_count(value))], None),
         ("tp_degree", Annotated[int, whole(1, MOST_PARTS)] | None, None),
         ("tp_gpus", Annotated[int, whole(0, MOST)] | None, None),  # 0: no groups
+        *((key, Annotated[int, whole(1, MOST_PARTS)] | None, None) for key in SPLIT_KEYS),
         *((name, Annotated[int, range_] | None, None) for name, range_ in variables.items()),
         ("steer", Flag | None, None),
         ("adjustment", Annotated[float | None, amount(
@@ -175,6 +178,9 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
         reading.reject("schedule.tp_gpus", f"must be a multiple of tp_degree = {degree}")
+    for key in SPLIT_KEYS:
+        if (parts := getattr(schedule, key)) is not None and degree is not None and degree % parts:
+            reading.reject(f"schedule.{key}", f"must be a divisor of tp_degree = {degree}")
     rows = _check_controls(reading, schedule)
     for key in ("adjustment", "steer"):
         if reading.has(f"schedule.{key}") and not any(row.has_even_batches for row in rows):
@@ -237,6 +243,18 @@ def _order_of(reading: Reading, own: Any) -> dict[str, Any]:
             reading.reject(f"schedule.{key}", "left out beside `shuffle`")
     return {"order": "random" if own.shuffle else "input",
             "window": None if isinstance(own.shuffle, bool) else own.shuffle}
+
+
+def wrong_split(schedule: FixedSchedule, model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yields (key, what is allowed) for each way to divide a layer that the model has not."""
+    experts = model.decoder.experts
+    for key in SPLIT_KEYS:
+        parts = getattr(schedule, key) or 1
+        if parts > 1 and experts is None:
+            yield key, (f"1 (or left out) for {model.name}, which is no mixture of experts: "
+                        "schedule.replicas divides requests")
+        elif key == "ep_degree" and experts is not None and experts.count % parts:
+            yield key, f"a divisor of the {experts.count} experts of {model.name}"
 
 
 def check_sharing(job: Job, reading: Reading) -> None:

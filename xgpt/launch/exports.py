@@ -20,6 +20,7 @@ from string import Template
 from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.engines import VLLM
 from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec, Split
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import DTYPE_BYTES, FP8
@@ -166,13 +167,16 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
     pool, controls = _only_pool(schedule), estimate.controls
     name = model if "/" in model else problem.model.hub_id or model
     words = ["vllm", "serve", name] if files is None else ["vllm", "run-batch", "--model", name]
-    words += ["--tensor-parallel-size", str(_degree(deployment)),
-              "--pipeline-parallel-size", str(len(pool.stages))]
+    words += _group_words(problem.model.split, _degree(deployment))
+    words += ["--pipeline-parallel-size", str(len(pool.stages))]
     budget, chunk = getattr(controls, "token_budget", 0), getattr(controls, "encode_chunk", 0)
     if chunk:
         budget = chunk + math.ceil(estimate.figures.decode_batch)
     has_chunks = bool(chunk) or estimate.policy == "sarathi"
     active = getattr(controls, "max_active", 0) or math.ceil(estimate.most_in_system)
+    # limits of one part of a group, each an engine of its own to vLLM
+    parts = problem.model.split.attention_dp
+    active, budget = math.ceil(active / parts), math.ceil((budget or 0) / parts)
     # vLLM refuses more sequences than tokens of a step
     words += ["--max-num-seqs", str(min(active, budget) if has_chunks else active)]
     words += ["--max-num-batched-tokens", str(budget), "--enable-chunked-prefill"] if (
@@ -184,7 +188,7 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
     words += ["--kv-cache-dtype", FP8] if problem.kv_dtype == FP8 else []
     each = problem.cluster.devices_per_node
     if files is None or deployment.replicas == 1 or deployment.devices_per_replica > each:
-        spread, before, notes = _over_nodes(deployment, each)
+        spread, before, notes = _over_nodes(problem.model, deployment, each)
         words += [*spread, *([] if files is None else ["-i", str(files[0]), "-o", str(files[1])])]
         script = "\n".join((*before, shlex.join(words)))
     else:
@@ -253,10 +257,28 @@ def _expected(schedule: Schedule, times_of: str) -> list[str]:
             f"{figures.latency_s:.3g} s{limit}.", whose, *others]
 
 
-def _over_nodes(deployment: Deployment, each: int) -> tuple[list[str], tuple[str, ...], list[str]]:
+def _group_words(split: Split, degree: int) -> list[str]:
+    """Flags of a group of `degree` devices. vLLM's tensor-parallel size is that of attention; its
+    experts lie on the groups of all data-parallel ranks."""
+    if split.ep_degree not in (1, degree):
+        raise _no_flags(f"experts on {split.ep_degree} parts of {degree} devices (it divides them "
+                        "over all or none)", f"ep_degree={degree}")
+    words = ["--tensor-parallel-size", str(split.attention_degree(degree))]
+    words += ["--data-parallel-size", str(split.attention_dp)] if split.attention_dp > 1 else []
+    return words + ["--enable-expert-parallel"] * (split.ep_degree > 1)
+
+
+def _over_nodes(model: ModelSpec, deployment: Deployment,
+                each: int) -> tuple[list[str], tuple[str, ...], list[str]]:
     """(flags of replicas and nodes, commands before, notes), on nodes of `each` devices."""
     replicas, size = deployment.replicas, deployment.devices_per_replica
     nodes, of_one = -(-deployment.num_devices // each), -(-size // each)
+    if of_one == 1 and replicas > 1 and model.decoder.experts is not None:
+        return [], (), [f"One replica of {replicas}: run each on {size} devices of its own. "
+                        "--data-parallel-size would divide one set of experts over all of them."]
+    if of_one > 1 and model.split.attention_dp > 1:
+        raise _no_flags("parts that attend to requests of their own, on several nodes",
+                        "attention_dp=1")
     if nodes == 1:
         return (["--data-parallel-size", str(replicas)] if replicas > 1 else []), (), []
     head = ("ray start --head --port=6379",)

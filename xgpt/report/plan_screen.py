@@ -106,7 +106,9 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     yield from zip(("prefixes", ""), times.sharing, strict=False)
     if schedule.order != "input" and not times.sharing[1:]:
         yield "order", _order(schedule)
-    yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes)))
+    split = problem.model.split
+    yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes))) + (
+        f"; EP {split.ep_degree}, attention DP {split.attention_dp}" * split.is_asked)
     yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
                      f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")
     yield "times", times.source

@@ -75,6 +75,7 @@ class EngineRow:
     has_fp8: bool = False  # whether it executes weights and caches of fp8 on request
     has_int8: bool = False  # and weights and activations of int8
     int8_cache: bool = False  # and caches of int8
+    splits: bool = False  # and experts over ranks, and attention by requests (core.model.Split)
     fp8_cache: bool = True  # whether models in fp8 have their cache in fp8
     stream_s: float = 0.0  # seconds of its front end for each token that it sends on
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # xprofiler.constants
