@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from published.compared import Compared, errors_of, joined
-from published.runs import of_fastertransformer, of_serving, of_splitwise, played, serving_points
-from published.tables import Timed, all_reduces, attention, products
+from published.runs import of_fastertransformer, of_serving, of_splitwise, serving_points, simulated
+from published.tables import Timed, all_reduces, attention, launches, products
 from scipy.optimize import least_squares
 
 from xgpt.core import catalog
@@ -42,20 +42,19 @@ FREED = {
                      "fp8_bytes_share", "fp8_overlap", "fp8_launch_s"),
     "prefill attention": ("encode_attention_flops_share", "encode_attention_half_tokens",
                           "encode_attention_tail_s", "encode_attention_launch_s"),
+    "prefill launch": ("encode_attention_launch_s",),
     "decode attention": ("decode_attention_bytes_share", "decode_attention_item_s",
-                         "decode_attention_overlap", "decode_attention_launch_s")}
+                         "decode_attention_launch_s")}
 START = {"gemm_half_columns": 100.0, "gemm_half_depth": 100.0, "fp8_half_columns": 1000.0,
          "fp8_half_depth": 300.0, "fp8_bytes_share": 0.9, "fp8_overlap": 8.0,
-         "decode_attention_item_s": 40e-9, "decode_attention_overlap": 1.5,
-         "encode_attention_tail_s": 5e-9}
+         "decode_attention_item_s": 40e-9, "encode_attention_tail_s": 5e-9}
 PULL = 0.1  # a factor e away from the start costs as much as a residual of 10 %
 FASTER_TRANSFORMER = {
     "gemm_half_columns": 50.0, "gemm_half_depth": 50.0, "elementwise_launch_s": 2.8e-6,
     "gemm_launch_s": 4.4e-6, "decode_attention_launch_s": 14e-6, "decode_attention_item_s": 5e-9,
-    "decode_attention_extra_tokens": 60.0, "encode_attention_flops_share": 0.56,
-    "encode_attention_half_tokens": 660.0, "elementwise_bytes_share": 0.5, "sampling_s": 30e-6,
-    "step_overhead_s": 200e-6, "synchronisation_s 2": 34e-6, "synchronisation_s 4": 37e-6,
-    "synchronisation_s 8": 43e-6}
+    "encode_attention_flops_share": 0.56, "encode_attention_half_tokens": 660.0,
+    "elementwise_bytes_share": 0.5, "sampling_s": 30e-6, "step_overhead_s": 200e-6,
+    "synchronisation_s 2": 34e-6, "synchronisation_s 4": 37e-6, "synchronisation_s 8": 43e-6}
 SPLITWISE = {
     "step_overhead_s": 2e-3, "elementwise_launch_s": 3e-6, "gemm_launch_s": 5e-6,
     "encode_attention_flops_share": 0.5, "decode_attention_item_s": 10e-9,
@@ -92,7 +91,6 @@ def fit_tables(folder: Path) -> None:
     for engine, gpu, stem in TABLES:
         print(f"{engine} {catalog.device(gpu).generation}:")
         start = replace(engine_constants(catalog.device(gpu), engine), **START)
-        start = replace(start, decode_attention_extra_tokens=0.0)
         for operator, compare in tables_of(folder, stem, engine, gpu, rng):
             constants = fitted(compare, start, FREED[operator])
             start = replace(start, **{n: getattr(constants, n) for n in FREED[operator]})
@@ -133,8 +131,9 @@ def tables_of(folder: Path, stem: str, engine: str, gpu: str, rng: np.random.Gen
         if key == "decode attention" and engine != "vllm":
             continue  # its blocks stay in the L2 cache
         if key == "prefill attention" and stem.startswith("h200_sxm_vllm"):
-            continue  # quicker than the peak allows
-        part = table.of(rng.choice(np.flatnonzero(table["head_dim"] == 128), MOST, replace=False))
+            key, table = "prefill launch", launches(table)
+        rows = np.flatnonzero(table["head_dim"] == 128)
+        part = table.of(rng.choice(rows, min(MOST, len(rows)), replace=False))
         found.append((key, lambda c, o=operator, p=part: attention(
             p, stem, Timed(gpu, engine, c), o)))
     return sorted(found, key=lambda item: list(FREED).index(item[0]))
@@ -196,7 +195,7 @@ def fit_runs(data: Path) -> None:
     for engine, freed in SERVING.items():
         own = [p for p in points if p.row == engine]
         fit_run(engine, engine_constants(h100, engine), freed, lambda c, s=None, own=own: [
-            part for part in of_serving(own, {p: played(p, c, s) for p in own})
+            part for part in of_serving(own, {p: simulated(p, c, s) for p in own})
             if part.operator != "TTFT"])
 
 

@@ -30,7 +30,7 @@ from xprofiler.constants import (
     engine_errors,
 )
 from xprofiler.experts import ExpertKernels
-from xprofiler.kernels import Kernels, joined
+from xprofiler.kernels import Kernels
 from xprofiler.source_errors import SourceErrors, with_products_of
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
@@ -147,16 +147,15 @@ class ModelKernels:
         compressed vectors."""
         c, latent = self._constants, self._latent
         queries, tp_degree = self._of_part(queries, tp_degree)
-        pairs = queries * (context + c.decode_attention_extra_tokens)
+        pairs = queries * context
         kv_bytes = pairs * self._held(tp_degree) * self._kernels.kv_item_bytes
         width, items = 2 * self._width, self._kv_heads(tp_degree)
         if latent is not None:
             width, items = self._model.num_heads * (2 * latent.kv_rank + latent.rope_dim), 1.0
         compute_s = 2 * pairs * width / tp_degree / self._flops_per_s
-        fixed_s = c.decode_attention_launch_s + c.decode_attention_item_s * queries * items
         read_s = kv_bytes / (self._kernels.bandwidth * c.decode_attention_bytes_share)
-        return joined(fixed_s, np.maximum(read_s, compute_s),
-                      c.decode_attention_overlap)
+        return c.decode_attention_launch_s + np.hypot(
+            c.decode_attention_item_s * queries * items, np.maximum(read_s, compute_s))
 
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds to move `moved` rows of `tokens` each within a rank's KV cache: read and written

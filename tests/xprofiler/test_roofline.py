@@ -1,5 +1,6 @@
 """The analytic roofline: laws the search relies on, and agreement with published measurements."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -309,3 +310,16 @@ def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_d
 
     assert of(FP8, 8192.0) / of(FP8, 1024.0) < 4.3  # bound by products: 8 times the columns
     assert of("", 8192.0) / of("", 1024.0) > 6.5
+
+
+def test_a_key_value_head_costs_little_beside_what_the_others_read():
+    """Without grouped heads a step has eight times as many of them, each with a fixed cost."""
+    device, contexts = catalog.device("A100-80"), np.array([1.0, 4096.0])
+    short_s, long_s = Roofline(catalog.model("llama-2-7b"), device, "float16").operator_s(
+        Operator.DECODE_ATTENTION, 64.0, contexts)
+    read_s = 64 * 4096 * 2 * 4096 * 2 / (
+        device.bandwidth_bytes_per_s * GPU.decode_attention_bytes_share)
+    fixed_s = short_s - GPU.decode_attention_launch_s
+    assert fixed_s == pytest.approx(64 * 32 * GPU.decode_attention_item_s, rel=0.05)
+    assert long_s - GPU.decode_attention_launch_s == pytest.approx(math.hypot(fixed_s, read_s))
+    assert long_s < 1.02 * read_s + GPU.decode_attention_launch_s
