@@ -195,7 +195,7 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
         script, notes = _in_parts(words, files, deployment, each), [_PARTS]
     return EngineCommand(engine=VLLM, words=tuple(words), script=script, notes=(
         *_expected(schedule, times_of), *notes,
-        *(_OFFLINE if files is not None else ()),
+        *(() if files is None else (_LINES,) if problem.model.split.is_asked else _OFFLINE),
         *([f"{name} is a shape of the catalog: put its checkpoint there."] if name == (
             problem.model.name) and "/" not in name else []),
         *([] if has_chunks else ["Inputs are planned to be prefilled whole" + (
@@ -204,7 +204,8 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
 
 
 # a line that begins with spaces is a command, which is not broken
-_OFFLINE = ("-i takes OpenAI's batch lines alone. For other prompts, or choices:",
+_LINES = "-i takes OpenAI's batch lines alone."
+_OFFLINE = (f"{_LINES} For other prompts, or choices:",
             f"  xgpt submit JOB.yaml --set run.engine={VLLM}")
 _PARTS = ("Each replica answers its part of the file, whatever the others have left to do, and "
           "writes its answers at its end.")

@@ -11,7 +11,7 @@ from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, SizeTried, Status
-from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.units import FP8, format_bytes, format_seconds
 from xgpt.report.figures import percent, plain, rates
 from xgpt.report.table import OF_JOB, alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
@@ -60,8 +60,10 @@ def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file
     rows = [fact(label, text) for label, text in _facts(schedule, problem, times)]
     near = os.path.relpath(job_file)
     name = near if len(near) < len(job_file) else job_file
-    there = "" if is_here else ", on such a cluster"
-    following = (f"run it: xgpt submit {name}{there}\nwhy:    xgpt explain {name}"
+    run = f"xgpt submit {name}" + ", on such a cluster" * (not is_here)
+    if problem.model.split.is_asked or FP8 in (problem.weight_dtype, problem.kv_dtype):
+        run = f"xgpt schedule {name} --export {VLLM}, with vLLM by itself"  # no runner under xgpt
+    following = (f"run it: {run}\nwhy:    xgpt explain {name}"
                  if os.path.exists(job_file) else f"next:   --save {name} writes the job file")
     return "\n\n".join(filter(None, (
         paragraph(_head(problem)), "\n".join(rows),

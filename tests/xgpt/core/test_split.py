@@ -66,6 +66,7 @@ def test_what_is_planned_is_said_in_vllms_flags(asked, flags):
     found = plan(opened({"policy": "sarathi", "max_active": 160, "token_budget": 1024, **asked}))
     screen = re.sub(r"\s+", " ", str(found))
     assert "1 replica x 8 devices (TP 8, PP 1)" in screen
+    assert "xgpt submit" not in screen
     assert f"EP {asked.get('ep_degree', 1)}, attention DP {asked.get('attention_dp', 1)}" in screen
     words = vllm_command(found.schedule, found.opened.problem, model=QWEN, times_of="vllm",
                          files=None).words
