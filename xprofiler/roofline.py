@@ -99,10 +99,11 @@ class ModelKernels:
 
     def _of_part(self, size: FloatArray, tp_degree: int) -> tuple[FloatArray, int]:
         """(tokens or requests of the ranks that share one attention, number of these ranks)."""
-        parts = self._model.split.attention_dp
-        if parts == 1:
+        split = self._model.split
+        if split.attention_dp == 1:
             return size, tp_degree
-        return np.maximum(size / parts, np.minimum(size, 1.0)), tp_degree // parts
+        own = np.maximum(size / split.attention_dp, np.minimum(size, 1.0))
+        return own, split.attention_degree(tp_degree)
 
     def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds to project the encoder's output to one decoder layer's keys and values."""

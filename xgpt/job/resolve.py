@@ -21,6 +21,7 @@ from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
 from xgpt.core.lengths import FloatArray, JointLengths, synthetic_lengths
 from xgpt.core.model import ModelSpec, Split
+from xgpt.core.policies import able_policies
 from xgpt.core.prefixes import Prefixes, dealt_prefixes, in_blocks
 from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
@@ -46,8 +47,11 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = _without_reserve(resolve_cluster(job), job)
+    fixed = job.schedule
     if (split := _split(job, shape, cluster.device)).is_asked:
-        shape = replace(shape, split=split)
+        shape = replace(shape, split=split)  # which is executed by engines' own commands alone
+        fixed = replace(fixed, policies=fixed.policies or tuple(
+            row.name for row in able_policies(fixed) if row.admits and len(row.pools) == 1))
     if shape.planned_only and job.run.engine != VLLM and (
             job.cluster == LOCAL_CLUSTER or job.slurm is not None):
         raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
@@ -71,7 +75,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         queries = replace(queries, prefixes=_planned(queries, job, shape, cluster.device))
     return Problem(
         model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
-        fixed=job.schedule, dtype=dtype,
+        fixed=fixed, dtype=dtype,
         weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
         kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
         num_queries=job.workload.count if requests is None else len(requests),

@@ -297,7 +297,8 @@ def _only_pool(schedule: Schedule) -> Pool:
         raise _no_flags(f"{policy}'s requests are handed from a pool that prefills to one "
                         "that decodes", "policy=[rra, sarathi]")
     if policy in ("ft", "dsi"):
-        raise _no_flags(f"{policy} holds a batch until its longest request is done", "policy=auto")
+        raise _no_flags(f"{policy} holds a batch until its longest request is done",
+                        "policy=[rra, sarathi]")
     return deployment.pools[0]
 
 

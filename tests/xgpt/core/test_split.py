@@ -91,6 +91,17 @@ def test_vllm_divides_experts_over_all_devices_or_none_and_replicas_are_servers_
     assert any("One replica of 2" in note for note in command.notes)
 
 
+def test_pools_have_groups_of_one_split_and_open_policies_are_those_of_flags():
+    """WAA's two pools, each on a node; no device is left outside a group."""
+    nodes = {"device": "H200", "num_nodes": 2, "devices_per_node": 8, "intra_link": "nvlink4",
+             "inter_link": "ib-400g"}
+    found = plan(opened({**WHOLE, "policy": "waa-m"}, cluster=nodes), horizon="steady")
+    assert [len(pool.stages) for pool in found.schedule.deployment.pools] == [1, 1]
+    assert {stage.tp_degree for stage in found.schedule.deployment.stages} == {8}
+    assert not {"ft", "dsi", "waa-m", "waa-c"} & {*opened(WHOLE).problem.fixed.policies}
+    assert opened(WHOLE).problem.fixed.policies
+
+
 def test_parts_that_attend_to_their_own_are_faster_where_heads_would_be_copied():
     fixed = {"policy": "sarathi", "max_active": 200, "token_budget": 4096, "tp_degree": 8,
              "tp_gpus": 8, "replicas": 1}
