@@ -24,7 +24,7 @@ from xgpt.core.system import machine as local
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.job.resolve import resolve_cluster
+from xgpt.job.resolve import only_planned, resolve_cluster
 from xgpt.job.sections import SlurmSpec, time_of
 from xgpt.launch.exports import Exported, render_jobset, render_skypilot
 from xgpt.launch.launcher import Allocation, node_names, planned_srun
@@ -381,17 +381,17 @@ def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: 
 def _check(job: Job, to: str, nodes: int) -> None:
     folder = job.source.parent
     files = job.workload.requests.paths if job.workload.requests is not None else ()
-    own = [("workload.requests", path) for path in files] + [("output", job.output)]
-    own += [("model", Path(job.model))] if Path(job.model).is_absolute() else []
-    own += [("profile", job.profile)] if job.profile is not None else []
+    own = [*(("workload.requests", path) for path in files), ("output", job.output),
+           ("model", Path(job.model)), ("profile", job.profile or folder)]
     mistakes = [mistake(job, key, str(path), f"below {folder}, the only folder that is copied: "
                         f"`--set {key}={path.name}`, where it lies there")
-                for key, path in own if not path.is_relative_to(folder)]
+                for key, path in own if path.is_absolute() and not path.is_relative_to(folder)]
     if to == "skypilot" and nodes > 1:
         mistakes.append(mistake(job, "cluster", nodes, "one node: those of SkyPilot share no file "
                                 "system, which ranks on several hosts need (`--to jobset`, or "
                                 "`--set constraint.max_gpus` of one node)"))
-    refuse(mistakes)
+    refuse([*mistakes, *(mistake(job, key, value, "left out: no runner under xgpt executes it")
+                         for key, value in only_planned(job))])
 
 
 def _name(text: str) -> str:

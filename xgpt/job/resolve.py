@@ -276,6 +276,14 @@ _EIGHT_BITS_BY_KEY = {"weight_dtype": {FP8: "has_fp8", INT8: "has_int8"},
                       "kv_dtype": {FP8: "has_fp8", INT8: "int8_cache"}}
 
 
+def only_planned(job: Job) -> list[tuple[str, object]]:
+    """(key, value) of what the job asks for that no runner under xgpt executes on GPUs."""
+    asked = [(f"schedule.{key}", getattr(job.schedule, key) or 1) for key in SPLIT_KEYS]
+    narrow = [(f"run.{key}", getattr(job.run, key)) for key in _EIGHT_BITS_BY_KEY]
+    return [(key, value) for key, value in asked if value > 1] + [
+        (key, value) for key, value in narrow if value == FP8]
+
+
 def _is_only_planned(job: Job, device: Device) -> bool:
     """Whether the job is for GPUs that are not here, and has no profile, which was measured with
     another type or division."""

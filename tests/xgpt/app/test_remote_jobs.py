@@ -280,6 +280,17 @@ def test_manifests_have_awkward_names_quoted_and_name_the_hosts_of_two_nodes():
     check_jobset(render_jobset(AWKWARD))
 
 
+def test_what_no_runner_executes_is_refused_before_a_file_is_written(tmp_path):
+    """A pod would refuse it: a divided mixture, and fp8."""
+    own = job_file(tmp_path, "job", model="mixtral-8x7b", cluster="8xH100", output="out",
+                   plan="{engine: vllm}", run="{weight_dtype: fp8}", schedule="{ep_degree: 8, "
+                   "tp_degree: 8}", workload="{requests: {count: 40}, task: S}")
+    done = xgpt("export", own, "--to", "jobset", "--image", "xgpt:1")
+    assert done.returncode == 2 and not done.stdout
+    assert "schedule.ep_degree = 8: left out" in done.stderr
+    assert "run.weight_dtype = 'fp8': left out" in done.stderr
+
+
 def test_what_a_schedule_takes_is_what_the_same_file_asks_for_each_time(job, tmp_path):
     four = ("--set", "schedule.tp_degree=4")  # one copy on all devices
     found = check_jobset(text_of(job, "jobset", *four))
