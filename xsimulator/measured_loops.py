@@ -137,7 +137,9 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
     weights = (model.num_layers * layer_params_of_rank(model, point.tp_degree) * held
                + DTYPE_BYTES["bfloat16"] * (
                    model.embedding_params + model.head_params) / point.tp_degree)
-    room = device.memory_bytes * row.memory_share - row.reserve_gb * 1e9 - weights
+    share, taken = row.memory_share, weights + row.reserve_gb * 1e9
+    room = share * (device.memory_bytes - taken) if row.of_free else (
+        share * device.memory_bytes - taken)
     per_token = model.num_layers * kv_elements_of_rank(model, point.tp_degree) * entries
     return simulate_loop(ClosedLoop(
         concurrency=point.concurrency, input_tokens=point.input_tokens,

@@ -35,7 +35,13 @@ LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
 
 def capacity_bytes(device: Device) -> int:
     """Bytes of a device's memory that a plan may use."""
-    return int(device.memory_bytes * USABLE_SHARE) - device.reserved_bytes
+    share = USABLE_SHARE if device.cache_share is None else 1.0
+    return int(device.memory_bytes * share) - device.reserved_bytes
+
+
+def cache_bytes(device: Device, left: FloatArray) -> FloatArray:
+    """Bytes of a KV cache on a device whose weights and steps leave `left` of the capacity."""
+    return left if device.cache_share is None else left * device.cache_share
 
 
 def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,

@@ -34,8 +34,9 @@ class PoolBound:
         self.steps = PoolSteps(plan, problem.cluster.num_devices, demand, lines)
         # tokens that fit on the fullest stage beside its weights and a step of one row
         held = memory.StageBytes(problem, plan.stages)
-        free = (memory.capacity_bytes(problem.cluster.device) - plan.weight_bytes
-                - held.step(1.0, 1.0))
+        device = problem.cluster.device
+        free = memory.cache_bytes(device, memory.capacity_bytes(device) - plan.weight_bytes
+                                  - held.step(1.0, 1.0))
         with np.errstate(divide="ignore", invalid="ignore"):
             room = np.where(free > 0, free / held.kv(1.0), 0.0)
         self.room_tokens = float(np.min(room))

@@ -3,9 +3,9 @@
     trtllm-perf/offline_throughput.csv
 
 All requests are there at the start and have equal lengths. The engine takes as many at a time as
-its KV cache has room for with all that they may write (TensorRT-LLM's guaranteed_no_evict), up to a
-number of tokens in a step. The source does not state that number: of BUDGETS the quickest one
-counts, as for a plan of the job."""
+its KV cache has room for, up to limits that the rows do not state: the number of requests that the
+source prints for one engine, and the tokens of a step, of which the quickest of BUDGETS counts, as
+for a plan of the job."""
 
 import csv
 from collections import defaultdict
@@ -32,7 +32,9 @@ ENGINE = "tensorrt-llm"
 SOURCE = "TensorRT-LLM offline"
 OPERATOR = "offline throughput"
 POLICY = "sarathi"
-BUDGETS = (256, 2048, 8192)  # chosen: tokens of a step, within what the engine's guide suggests
+MOST_ACTIVE = 4096  # requests: the overview's own printed engine
+# Tokens of a step: the least that TensorRT-LLM's benchmark builds for, and the overview's engine
+BUDGETS = (2048, 8192)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +91,7 @@ def offline_times(row: OfflineRow, engine: str = ENGINE) -> OfflineTimes:
         "run": eight, "workload": {
             "input_tokens": _exactly(row.input_tokens),
             "output_tokens": _exactly(row.output_tokens), "requests": {"count": row.requests}},
-        "schedule": {"policy": POLICY, "tp_degree": row.tp, "tp_gpus": row.tp, "replicas": 1,
-                     "admission": "reserve"}}))
+        "schedule": {"policy": POLICY, "tp_degree": row.tp, "tp_gpus": row.tp, "replicas": 1}}))
     found = [times for budget in BUDGETS if (
         times := _replayed(row, opened.problem, timing, budget)) is not None]
     return min(found, key=lambda times: times.job_s, default=NOTHING)
@@ -104,7 +105,7 @@ def _replayed(row: OfflineRow, problem: Problem, timing: TimingSource,
               budget: int) -> OfflineTimes | None:
     """None where the weights and one request do not fit beside a step of so many tokens."""
     estimate = fixed_estimate(POLICY, problem, timing, replace(
-        problem.fixed, max_active=row.requests, token_budget=budget,
+        problem.fixed, max_active=min(row.requests, MOST_ACTIVE), token_budget=budget,
         tp_gpus=row.tp if row.tp > 1 else 0))
     if not estimate.figures.fits:
         return None

@@ -86,4 +86,4 @@ def test_an_offline_job_is_replayed_with_all_its_requests_and_its_cache():
     assert row.measured_s == pytest.approx(30_000 * 128 / 27_778.9)
     times = offline_times(row)
     assert 0.5 < times.job_s / row.measured_s < 2 and times.token_budget in BUDGETS
-    assert times.kv_tokens == pytest.approx(1.9e6, rel=0.15)  # 131 GB, 65.5 kB each
+    assert times.kv_tokens == pytest.approx(1.96e6, rel=0.1)  # of 141 GB nine tenths, 65.5 kB each

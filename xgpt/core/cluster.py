@@ -28,6 +28,8 @@ class Device:
     price_per_hour: float | None = None  # None: unknown; `price_source` says whose and when
     price_source: str = ""
     reserved_bytes: int = 0  # of its memory, kept by the engine for itself
+    # of what weights and steps leave, for the KV cache; None: all, but of a share of the memory
+    cache_share: float | None = None
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Dense peak FLOP/s for `dtype`; that of float32 if the device has no rate for it."""

@@ -15,7 +15,7 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.cluster import KV_BLOCK_TOKENS, Cluster, Device
 from xgpt.core.constraint import Constraint, deadline_bound
-from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS
+from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS, Adjustment
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, SHARING_ENGINES, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
@@ -79,7 +79,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
         kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
         num_queries=job.workload.count if requests is None else len(requests),
-        default_max_tokens=most_outputs, adjustment=job.adjustment,
+        default_max_tokens=most_outputs, adjustment=_admitting(job),
         queries=queries, seed=job.run.seed,
         is_synthetic=queries is None and requests is None and job.workload.count is not None,
         observes=job.workload.output_tokens.kind == "observe",
@@ -91,6 +91,14 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         has_head=job.workload.embed is None,
         input_error=requests.input_error if requests is not None and (
             job.workload.input_tokens.kind == "from_requests") else 0.0)
+
+
+def _admitting(job: Job) -> Adjustment:
+    """The job's adjustment, with the planned engine's admission rule if the job asks for none."""
+    asked = job.adjustment
+    if asked.admission.rule is not None or not catalog.engine(job.plan_engine).reserves:
+        return asked
+    return replace(asked, admission=replace(asked.admission, rule="reserve"))
 
 
 def dealt_queries(job: Job, lengths: JointLengths) -> QueryLengths | None:
@@ -117,11 +125,14 @@ def _planned(queries: QueryLengths, job: Job, model: ModelSpec, device: Device) 
 
 
 def _without_reserve(cluster: Cluster, job: Job) -> Cluster:
-    """`cluster` with the memory reserved that the planned engine keeps for itself on GPUs."""
-    reserved = int(catalog.engine(job.plan_engine).reserve_gb * 1e9)
-    if cluster.device.kind != "gpu" or not reserved:
+    """`cluster` with the memory reserved that the planned engine keeps for itself on GPUs, and the
+    share of the rest that its cache takes."""
+    row = catalog.engine(job.plan_engine)
+    if cluster.device.kind != "gpu" or not (row.reserve_gb or row.of_free):
         return cluster
-    return replace(cluster, device=replace(cluster.device, reserved_bytes=reserved))
+    return replace(cluster, device=replace(
+        cluster.device, reserved_bytes=int(row.reserve_gb * 1e9),
+        cache_share=row.memory_share if row.of_free else None))
 
 
 def with_deadlines(job: Job, requests: Requests | None,

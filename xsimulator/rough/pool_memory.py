@@ -24,6 +24,7 @@ class PoolMemory:
         self._each = np.stack([pool.weight_bytes + idle, token, own.step(1.0, 0.0) - idle,
                                own.step(0.0, 1.0) - idle])
         self._kinds = np.unique(self._each, axis=1)  # most stages hold the same
+        self._device = problem.cluster.device
 
     def fullest(self, tokens: FloatArray, rows: FloatArray, heads: FloatArray) -> FloatArray:
         """[configs] bytes on the fullest rank. heads: the rows that yield a token."""
@@ -37,6 +38,6 @@ class PoolMemory:
     def most_tokens(self, capacity_bytes: float, rows: FloatArray, heads: FloatArray) -> FloatArray:
         """[configs] KV tokens that fit beside steps of so many rows; infinite without a cache."""
         rest, token, row, head = self._kinds[:, :, None]
-        left = capacity_bytes - rest - row * rows - head * heads
+        left = memory.cache_bytes(self._device, capacity_bytes - rest - row * rows - head * heads)
         with np.errstate(divide="ignore"):
             return np.asarray(np.where(token > 0, left / token, np.inf).min(axis=0))

@@ -21,6 +21,8 @@ from xgpt.requests.request import Request, Requests
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.memory import capacity_bytes, kv_bytes
+from xsimulator.plans import StagePlans
+from xsimulator.rough.pool_memory import PoolMemory
 
 LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},
          {"id": "b", "tokens": [1] * 10, "forced_tokens": 20, "max_tokens": 30}]
@@ -185,6 +187,23 @@ def test_what_an_engine_keeps_of_a_gpus_memory_is_not_planned(folder):
     own, sglang = (resolved(folder, *more).cluster.device for more in ((), ("plan.engine=sglang",)))
     kept = catalog.engine("sglang").reserve_gb * 1e9
     assert own.reserved_bytes == 0 and capacity_bytes(own) - capacity_bytes(sglang) == kept > 1e9
+
+
+def test_a_cache_of_tensorrt_llm_takes_its_share_of_what_weights_and_steps_leave(folder):
+    """And has room for all that a request may write before it is admitted."""
+    own, engine = (resolved(folder, *more) for more in ((), ("plan.engine=tensorrt-llm",)))
+    device = engine.cluster.device
+    assert capacity_bytes(device) == device.memory_bytes > capacity_bytes(own.cluster.device)
+    plan = StagePlans(engine, Roofline(engine.model, device, "bfloat16")).both(1, 0)
+    pool, step = PoolMemory(engine, plan), (np.array([64.0]), np.array([8.0]))
+    (beside,) = pool.fullest(np.zeros(1), *step)
+    (tokens,) = pool.most_tokens(float(device.memory_bytes), *step)
+    taken = kv_bytes(engine, plan.stages, tokens).max()
+    assert taken == pytest.approx(0.9 * (device.memory_bytes - beside))
+    assert own.adjustment.admission.rule is None
+    assert engine.adjustment.admission.rule == "reserve"
+    asked = resolved(folder, "plan.engine=tensorrt-llm", "schedule.admission=greedy")
+    assert asked.adjustment.admission.rule == "greedy"
 
 
 @pytest.mark.parametrize(("overrides", "tokens", "pairs"), [

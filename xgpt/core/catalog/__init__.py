@@ -71,7 +71,9 @@ class EngineRow:
     mixes: bool = True  # whether a step may encode and decode
     step_tokens: int = 8192  # most tokens of one step
     memory_share: float = 0.9  # of a device's memory that it takes
+    of_free: bool = False  # the share is what the cache takes of what weights and steps leave
     reserve_gb: float = 0.0  # of that, kept for itself
+    reserves: bool = False  # whether requests wait for room for all that they may write
     has_fp8: bool = False  # whether it executes weights and caches of fp8 on request
     has_int8: bool = False  # and weights and activations of int8
     int8_cache: bool = False  # and caches of int8
