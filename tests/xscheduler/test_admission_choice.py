@@ -13,7 +13,7 @@ from xgpt.core.controls import Adjustment, Admission, AdmissionRule, FixedSchedu
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import from_json, to_json
-from xscheduler.admission_choice import room_words
+from xscheduler.admission_choice import TIE, room_words
 from xscheduler.cache_sizing import with_room
 from xscheduler.live.fixed_stages import FixedStages
 from xscheduler.planner import PlanOptions, plan
@@ -66,11 +66,13 @@ def test_a_peak_keeps_the_latency_limit(latency_s):
 
 @pytest.mark.parametrize("policies", [("rra",), ()])
 def test_what_is_reserved_is_kept_where_latency_binds(policies):
-    """With 25 s memory does not bind: the schedule is that of `admission: reserve`."""
+    """With 25 s memory does not bind: the schedule is as good as by `admission: reserve`."""
     schedule = planned(*policies, latency_s=25.0)
     assert rule_of(schedule) <= {"reserve", "greedy"}
     if policies:
-        assert schedule.estimate == planned(*policies, latency_s=25.0, rule="reserve").estimate
+        reserving = planned(*policies, latency_s=25.0, rule="reserve")
+        assert schedule.figures.throughput_qps == pytest.approx(
+            reserving.figures.throughput_qps, rel=TIE)
 
 
 def test_rules_that_page_or_cannot_evict_keep_theirs():
