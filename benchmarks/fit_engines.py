@@ -5,7 +5,7 @@
 `--tables`: kernels and collectives of each engine and GPU from its own tables (soft L1 of the
 logarithms of predicted / measured), and how far off the constants of the other engine's table are
 there (leave one table out). `--runs`: what no kernel's table shows (host, skew, launches between
-kernels) from whole runs, of the serving points from the half that may be fitted. Prints values for
+kernels) from whole runs. Prints values for
 the file; those of the runs are found with the file as it is, so run it after the tables."""
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from published.compared import Compared, errors_of, joined
-from published.runs import of_fastertransformer, of_serving, of_splitwise, serving_points, simulated
+from published.left_out import FREED as FREED_HOST
+from published.left_out import HostFit
+from published.runs import of_fastertransformer, of_splitwise, serving_points
 from published.tables import Timed, all_reduces, attention, launches, products
 from scipy.optimize import least_squares
 
@@ -59,12 +60,6 @@ SPLITWISE = {
     "step_overhead_s": 2e-3, "elementwise_launch_s": 3e-6, "gemm_launch_s": 5e-6,
     "encode_attention_flops_share": 0.5, "decode_attention_item_s": 10e-9,
     "decode_attention_launch_s": 14e-6, "synchronisation_s 2": 30e-6, "synchronisation_s 8": 40e-6}
-STREAM = "stream_s"  # of a row, not of the constants: what its front end takes for each token
-_HOST = {"step_overhead_s": 400e-6, "elementwise_launch_s": 2e-6, "synchronisation_s 2": 1e-6}
-SERVING = {"vllm": _HOST | {"fp8_launch_s": 6e-6}, "sglang": _HOST,
-           "tensorrt-llm": _HOST | {"fp8_launch_s": 5e-6},
-           "tensorrt-llm-1.0": {"step_overhead_s": 299e-6, "elementwise_launch_s": 1.1e-6,
-                                "synchronisation_s 2": 8e-6, STREAM: 80e-6}}
 
 
 def main() -> None:
@@ -185,43 +180,40 @@ def fit_links(folder: Path, engine: str, gpu: str, stem: str) -> None:
 
 def fit_runs(data: Path) -> None:
     """What whole runs show besides: of FasterTransformer, of Splitwise's Llama-2-70B (its BLOOM is
-    held out), and of serving engines the half of the points that may be fitted."""
-    a100, h100 = catalog.device("A100-80"), catalog.device("H100")
+    held out), and of all serving engines together."""
+    a100 = catalog.device("A100-80")
     fit_run("fastertransformer", engine_constants(a100), FASTER_TRANSFORMER, lambda c: list(
         of_fastertransformer(data / "fastertransformer", c)))
     fit_run("vllm-0.2", engine_constants(a100), SPLITWISE, lambda c: [
         part for part in of_splitwise(data / "splitwise-sim", c) if "bloom" not in part.model])
-    points = [p for p in serving_points(data / "silicon" / "serving_points.csv") if p.is_fitted]
-    for engine, freed in SERVING.items():
-        own = [p for p in points if p.row == engine]
-        fit_run(engine, engine_constants(h100, engine), freed, lambda c, s=None, own=own: [
-            part for part in of_serving(own, {p: simulated(p, c, s) for p in own})
-            if part.operator != "TTFT"])
+    points = serving_points(data / "silicon" / "serving_points.csv")
+    found = HostFit(points).fitted(np.ones(len(points), bool))
+    print("serving engines, all together\n    " + ", ".join(
+        f"{name}: {value:.3g}" for name, value in zip(FREED_HOST, found, strict=True)))
 
 
 def fit_run(engine: str, base: RooflineConstants, freed: Mapping[str, float],
-            compare: Callable[..., list[Compared]]) -> None:
+            compare: Callable[[RooflineConstants], list[Compared]]) -> None:
     """`freed`: names and where the search starts; "synchronisation_s 4" is that of a degree. A weak
     pull to the start decides what the runs leave open."""
     logs = np.log(list(freed.values()))
     most = np.array([0.0 if "share" in name else np.inf for name in freed])
 
-    def at(x: NDArray[np.float64]) -> tuple[Any, ...]:
+    def at(x: NDArray[np.float64]) -> RooflineConstants:
         values = dict(zip(freed, np.exp(x).tolist(), strict=True))
-        sent = (values.pop(STREAM),) if STREAM in values else ()
         by_degree = tuple((int(name.split()[1]), values.pop(name)) for name in freed
                           if name.startswith("synchronisation_s "))
-        return (replace(base, synchronisation_s=by_degree, **values), *sent)
+        return replace(base, synchronisation_s=by_degree, **values)
 
     def misses(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        parts = compare(*at(x))
+        parts = compare(at(x))
         return np.concatenate([*(np.log(p.predicted_s / p.measured_s) for p in parts),
                                PULL * (x - logs)])
 
     fit = least_squares(misses, logs, bounds=(logs - 6, np.minimum(logs + 3, most)),
                         loss="soft_l1", f_scale=0.1, diff_step=0.03, max_nfev=15)
     values = ", ".join(f"{n}: {v:.3g}" for n, v in zip(freed, np.exp(fit.x), strict=True))
-    print(f"{engine}: {words(joined(compare(*at(fit.x))))}\n    {values}", flush=True)
+    print(f"{engine}: {words(joined(compare(at(fit.x))))}\n    {values}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,56 +19,86 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from published.compared import Compared, errors_of, joined
+from published.left_out import (
+    TABLES as LEFT_OUT,
+)
+from published.left_out import (
+    LeftOut,
+    cell_rows,
+    kept,
+    left_out,
+    level_rows,
+    of_bloom,
+    of_engines,
+    of_jobs,
+    predictions,
+)
 from published.offline import of_offline
 from published.page import write_page
-from published.runs import of_fastertransformer, of_serving, of_splitwise, serving_points, simulated
-from published.table import chooser_table, validation_table
+from published.runs import (
+    fitted_cells,
+    model_of,
+    of_fastertransformer,
+    of_serving,
+    of_splitwise,
+    serving_points,
+    simulated,
+)
+from published.table import chooser_table, levels_table, validation_table
 from published.tables import of_aiconfigurator, of_vidur
 
 from xgpt.app.models import CONFIDENCE
 from xgpt.core import catalog
 from xgpt.core.system.whole_file import write_atomically
+from xprofiler.doubt import Cell
 from xsimulator.closed_loop import LoopTimes
-from xsimulator.measured_loops import Choices, ServingPoint, choices, margin_of, share_kept
+from xsimulator.measured_loops import Choices, ServingPoint, cell_of, choices
 
 ROOT = Path(__file__).resolve().parent
 PAGE = ROOT / "results" / "validate.md"
 DATA = ROOT.parents[1] / "shared" / "data"
 FIGURES = Path(catalog.__file__).with_name("accuracy.yaml")
 POINTS = ROOT.parent / "docs" / "pictures" / "accuracy.json"
-KEYS = ("source", "gpu", "engine", "operator", "half")
+KEYS = ("source", "gpu", "engine", "operator", "left_out")
 # what tells that a source is there, its folder, and what reads it
 TABLES = (("vidur/compute", "vidur", of_vidur),
           ("aiconfigurator", "aiconfigurator", of_aiconfigurator),
           ("fastertransformer/gpt_latency.csv", "fastertransformer", of_fastertransformer),
           ("splitwise-sim/perf_model.csv", "splitwise-sim", of_splitwise),
           ("trtllm-perf/offline_throughput.csv", "trtllm-perf", of_offline))
-CONFIDENCES = (0.5, 0.6, 0.7, 0.8, CONFIDENCE, 0.95, 0.99)
-DIGITS = 5
+CONFIDENCES = (0.5, 0.7, 0.8, CONFIDENCE, 0.95, 0.99)
+DIGITS = 4  # fewer than what YAML reads as text: 5e-05
 SAME, SLACK = 0.02, 2e-4  # chosen: a figure is the same if it differs by less, on any machine
 
 
 class Chooser(NamedTuple):
-    """What one margin makes of the choices among one half of the points."""
+    """What one margin makes of the choices, where these groups were left out of the fit."""
 
-    half: str
+    left_out: str
     margin: str
     choices: Choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """`kept`: (confidence promised, share of the test half's latencies that were kept)."""
+    """`errors`: of runs that were left out of the fit. `cells`: what it was fitted to."""
 
     compared: tuple[Compared, ...]
     choosers: tuple[Chooser, ...] = ()
-    kept: tuple[tuple[float, float], ...] = ()
+    errors: tuple[LeftOut, ...] = ()
+    cells: frozenset[Cell] = frozenset()
+
+    @property
+    def kept(self) -> dict[str, list[tuple[float, float]]]:
+        """By what was left out: (confidence promised, share of the latencies that kept it)."""
+        return {table: kept(self.errors, table, CONFIDENCES)
+                for table in LEFT_OUT if self.errors}
 
     def requests(self) -> list[dict[str, Any]]:
-        """Seconds of each request of a closed loop, measured and predicted."""
-        return [{"gpu": part.gpu, "engine": part.engine, "model": part.model, "half": part.half,
+        """Seconds of each request of a closed loop, measured and predicted without its shape."""
+        return [{"gpu": part.gpu, "engine": part.engine, "model": part.model,
                  "measured_s": float(f"{measured:.4g}"), "predicted_s": float(f"{predicted:.4g}")}
-                for part in self.compared if part.operator == "request"
+                for part in self.compared if (part.operator, part.left_out) == ("request", "shape")
                 for measured, predicted in zip(part.measured_s, part.predicted_s, strict=True)]
 
     def figures(self) -> dict[str, Any]:
@@ -80,9 +110,12 @@ class Validation:
         return {
             "rows": [{**dict(zip(KEYS, key, strict=True)), **_rounded(errors_of(joined(own)))}
                      for key, own in groups.items()],
-            "choosers": [{"half": c.half, "margin": c.margin, **_rounded(c.choices)}
+            "choosers": [{"left_out": c.left_out, "margin": c.margin, **_rounded(c.choices)}
                          for c in self.choosers],
-            "kept": [[promised, round(share, DIGITS)] for promised, share in self.kept]}
+            "levels": level_rows(self.errors, CONFIDENCES) if self.errors else {},
+            "kept": {table: [[promised, round(share, DIGITS)] for promised, share in rows]
+                     for table, rows in self.kept.items()},
+            "cells": cell_rows(self.cells)}
 
 
 def _rounded(values: Any) -> dict[str, Any]:
@@ -97,21 +130,31 @@ def validate(folder: Path) -> Validation:
     points = serving_points(path) if path.is_file() else []
     if not points:
         return Validation(compared=tuple(compared))
-    times = {point: simulated(point) for point in points}
-    held_out = [point for point in points if not point.is_fitted]
+    times = {"": {point: simulated(point) for point in points},
+             **{table: predictions(points, table) for table in LEFT_OUT}}
+    cells = frozenset(cell_of(point, model_of(point)) for point in points)
+    errors = [one for table in LEFT_OUT for one in left_out(
+        points, table, times[table], times[""])]
     return Validation(
-        compared=(*compared, *of_serving(points, times)),
-        choosers=tuple(_choosers({"all": points, "test": held_out}, times)),
-        kept=tuple((confidence, share_kept(held_out, times, confidence))
-                   for confidence in CONFIDENCES))
+        compared=(*compared, *(part for table, own in times.items()
+                               for part in of_serving(points, own, table))),
+        choosers=tuple(_choosers(points, {name: times[name] for name in ("", "shape")}, errors)),
+        errors=(*errors, *of_bloom(compared), *of_engines(folder, points), *of_jobs(folder, cells)),
+        cells=cells | {*fitted_cells(folder)})
 
 
-def _choosers(halves: Mapping[str, Sequence[ServingPoint]],
-              times: Mapping[ServingPoint, LoopTimes]) -> Iterator[Chooser]:
-    for half, own in halves.items():
-        yield Chooser(half, "none", choices(own, times, lambda _: 1.0))
-        yield Chooser(half, f"confidence {CONFIDENCE:g}", choices(
-            own, times, lambda point: margin_of(point, times[point], CONFIDENCE)))
+def _choosers(points: Sequence[ServingPoint],
+              times: Mapping[str, Mapping[ServingPoint, LoopTimes]],
+              errors: Sequence[LeftOut]) -> Iterator[Chooser]:
+    factors = {level: math.exp(row["quantiles"][0][1])
+               for level, row in level_rows(errors, (CONFIDENCE,)).items()}
+    for table, own in times.items():
+        shown = table or "workload"
+        level_of = {point: one.level for point, one in zip(
+            points, (one for one in errors if one.table == shown), strict=True)}
+        yield Chooser(table, "none", choices(points, own, lambda _: 1.0))
+        yield Chooser(table, f"confidence {CONFIDENCE:g}", choices(
+            points, own, lambda point, of=level_of: factors[of[point]]))
 
 
 def differing(found: Mapping[str, Any], packaged: Mapping[str, Any]) -> list[str]:
@@ -129,7 +172,11 @@ def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             of = [value for value in row.values() if isinstance(value, str)]
             yield from ((" | ".join((*of, name)), value) for name, value in row.items()
                         if not isinstance(value, str))
-    yield from ((f"kept of {promised:g}", share) for promised, share in figures["kept"])
+    for table, rows in figures["kept"].items():
+        yield from ((f"{table} left out, kept of {promised:g}", share) for promised, share in rows)
+    for level, row in figures["levels"].items():
+        yield from ((f"{level} {name}", row[name]) for name in ("cases", "mean", "bias", "fitted"))
+        yield from ((f"{level} at {chance:g}", log) for chance, log in row["quantiles"])
 
 
 def check(data: Path) -> int:
@@ -150,7 +197,9 @@ def written(figures: Mapping[str, Any]) -> str:
     lines = ["# Errors of computed times: of |computed / measured - 1|. Made by "
              "benchmarks/validated.py; docs/accuracy.md explains it."]
     for part, rows in figures.items():
-        lines += [f"{part}:", *(f"- {json.dumps(row)}" for row in rows)]
+        lines.append(f"{part}:")
+        lines += ([f"- {json.dumps(row)}" for row in rows] if isinstance(rows, list) else
+                  [f"  {name}: {json.dumps(row)}" for name, row in rows.items()])
     return "\n".join(lines) + "\n"
 
 
@@ -176,7 +225,7 @@ def main() -> None:
         write_page(found.compared, found.choosers, found.kept, arguments.html)
     words = validation_table(found.compared, by_model=arguments.by_model)
     if found.choosers:
-        words += "\n\n" + chooser_table(found.choosers, found.kept)
+        words += "\n\n" + chooser_table(found.choosers) + "\n\n" + levels_table(found.figures())
     if arguments.html or arguments.by_model:
         print(words)
         return

@@ -27,7 +27,6 @@ from typing import Any, Literal
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.engines import OWN_ENGINE
-from xprofiler.source_errors import UNCALIBRATED, SourceErrors, errors_from
 
 PerDegree = tuple[tuple[int, float], ...]  # (tensor-parallel degree, value), ascending
 
@@ -184,20 +183,6 @@ def engine_constants(device: Device, engine: str = OWN_ENGINE) -> RooflineConsta
         if generation is not None:
             base = changed(base, constants[generation])
     return base
-
-
-def engine_errors(device: Device, engine: str = OWN_ENGINE) -> SourceErrors:
-    """Errors of times computed by `engine_constants`: those of the engine's row, or of the row
-    that it is `like`. Raises UnknownNameError for an unknown engine."""
-    rows = [row for name in _engine_and_its_bases(engine)
-            if (row := catalog.engine(name)).errors]
-    if device.kind != "gpu" or not rows:
-        return UNCALIBRATED
-    generation = _nearest(device.generation, rows[-1].errors)
-    if generation is None:
-        return UNCALIBRATED
-    return errors_from(rows[-1].errors[generation], f"{rows[-1].name} on {generation}",
-                       is_carried=generation != device.generation)
 
 
 def changed(constants: RooflineConstants, row: Mapping[str, Any]) -> RooflineConstants:

@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
-from xgpt.core.model import ModelSpec, kv_elements_of_rank, kv_heads_of_rank
-from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8
+from xgpt.core.model import ModelSpec, Split, kv_elements_of_rank, kv_heads_of_rank
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS
 from xprofiler.constants import (
     BRIDGE_BYTES_PER_S,
     BRIDGE_LATENCY_S,
@@ -27,11 +27,10 @@ from xprofiler.constants import (
     PerDegree,
     RooflineConstants,
     engine_constants,
-    engine_errors,
 )
+from xprofiler.doubt import Cell, Doubt, doubt_of, shape_of
 from xprofiler.experts import ExpertKernels
 from xprofiler.kernels import Kernels
-from xprofiler.source_errors import SourceErrors, with_products_of
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
 
@@ -302,10 +301,14 @@ class Roofline:
         """Infinite: times are computed at any size."""
         return Reach(math.inf, math.inf)
 
-    def errors(self) -> SourceErrors:
-        """Errors of these times, by group of operators."""
-        errors = engine_errors(self._of[1], self._engine)
-        return with_products_of(INT8, errors) if self._weight_dtype == INT8 else errors
+    def doubt(self, tp_degree: int = 1, stages: int = 1) -> Doubt:
+        """The doubt about these times on a group of `tp_degree`, in a pipeline of `stages`."""
+        model, device, _ = self._of
+        weights = self._weight_dtype if self._weight_dtype in EIGHT_BITS else ""
+        unseen = "pipeline stages" if stages > 1 else (
+            "" if model.split == Split() else "expert parallelism")
+        return doubt_of(Cell(self._engine, device.name, shape_of(model), weights, tp_degree),
+                        unseen)
 
     def provenance(self) -> str:
         """One line for reports: model, device, engine and dtypes."""

@@ -10,9 +10,8 @@ A schedule is planned for limit / factor, so that P(latency <= limit) is at leas
   briefly measured profile has a least error. The scatter of single steps is ignored, since a
   request takes hundreds of them.
 
-- *Times*, computed (roofline): errors that xprofiler.source_errors found in published
-  measurements. One is common to all steps, one is of each group of operators by its share of the
-  latency, one is by size. Their distribution has longer tails.
+- *Times*, computed (roofline): the error of published runs at the same level of doubt
+  (xprofiler.doubt), common to all steps.
 
 - *Lengths*: observed lengths are a sample. LEVELS resampled distributions (smoothed bootstrap,
   fixed seed) take its place. Given distributions are taken as true.
@@ -33,11 +32,10 @@ WAA's decode batch grow with longer outputs, which `max_in_system` prevents in a
 then too large."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -54,9 +52,10 @@ from xgpt.core.lengths import (
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin
 from xgpt.core.units import format_seconds
+from xprofiler.doubt import Doubt
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
-from xprofiler.source_errors import OperatorGroup, SourceErrors, raised, sizes_of
+from xprofiler.raised import raised
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_sample import LEVELS, log_ratios, quantile_levels
@@ -81,9 +80,10 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Computed(Protocol):
-    """A timing source of computed times. errors: those found in published measurements."""
+    """A timing source of computed times."""
 
-    def errors(self) -> SourceErrors: ...
+    def doubt(self, tp_degree: int = 1, stages: int = 1) -> Doubt:
+        """The doubt about times of a group of this degree, in a pipeline of so many stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Margins:
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._common = timing.common_error if isinstance(timing, Measured) else 0.0
         # computed times are medians: they need no margin for a confidence of 0.5
-        self._computed = timing.errors() if (
+        self._computed = timing if (
             isinstance(timing, Computed) and problem.constraint.confidence > 0.5) else None
         self._variants: dict[Hashable, Evaluator] = {}  # with other times or lengths
         lengths = problem.lengths
@@ -127,8 +127,9 @@ class Margins:
                         if part.num_samples is not None]  # samples that lengths were estimated from
         self._levels = quantile_levels(problem) if is_of_job else np.empty(0)
         # lower bound on the latency margin of every schedule
-        self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else (
-            self._computed.least_factor(problem.constraint.confidence))
+        self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else min(
+            self._computed.doubt(degree).factor(problem.constraint.confidence)
+            for degree in range(1, problem.cluster.num_devices + 1))
 
     def is_certain(self, metric: Metric) -> bool:
         """Whether there is no known uncertainty, or no limit."""
@@ -144,16 +145,13 @@ class Margins:
         makespan and deadlines are that of the seconds which one more request adds."""
         confidence = self.problem.constraint.confidence
         if self.is_certain(metric):
-            return self._worded(MarginParts(factor=1.0, sentence=""), 0.0, _ComputedMargin())
+            return self._worded(MarginParts(factor=1.0, sentence=""), 0.0, None)
         expected_s = self.evaluator.seconds(estimate, metric)
         if expected_s <= 0:  # outputs of one token have no second one
             return MarginParts(factor=1.0, sentence="")
         of_times, unmeasured = self._timing_spread(estimate, metric)
-        computed = _computed_margin(
-            self._computed, self.problem, metric, expected_s, lambda group: (
-                expected_s if _has_none_of(estimate, group) else self._variant(
-                    group, timing=raised(self._timing, group, 1 + LEAST_STEP)
-                ).seconds(estimate, metric)))
+        doubt = doubt_of_estimate(self._computed, estimate)
+        computed = 1.0 if doubt is None else doubt.factor(confidence)
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
         ratios = np.array([shrunk * math.log(
@@ -167,13 +165,13 @@ class Margins:
         drift = max((self._variant(("drift", change), lengths).seconds(estimate, metric)
                      / expected_s for change, lengths in self._drifted.items()), default=1.0)
         return self._worded(MarginParts(
-            factor=(drift * computed.factor
+            factor=(drift * computed
                     * _factor(np.add.outer(ratios, sampled).ravel(), spread, confidence)),
-            timing=computed.factor * _factor(np.zeros(1), of_times, confidence), drift=drift,
+            timing=computed * _factor(np.zeros(1), of_times, confidence), drift=drift,
             inputs=_factor(np.zeros(1), of_inputs, confidence),
             lengths=_factor(ratios, 0.0, confidence), sample=_factor(sampled, 0.0, confidence),
             sentence=""),
-            unmeasured, computed)
+            unmeasured, doubt)
 
     def _timing_spread(self, estimate: Estimate, metric: Metric) -> tuple[float, float]:
         """(standard deviation of log(metric) due to times, share that no table explains)."""
@@ -227,8 +225,7 @@ class Margins:
                 timing or self.evaluator.timing)
         return self._variants[name]
 
-    def _worded(self, parts: MarginParts, unmeasured: float,
-                computed: "_ComputedMargin") -> MarginParts:
+    def _worded(self, parts: MarginParts, unmeasured: float, doubt: Doubt | None) -> MarginParts:
         constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
             return replace(parts, sentence="no margin: there is no latency limit")
@@ -246,13 +243,9 @@ class Margins:
                                "more is not; profile again on a quiet machine)")
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to show their noise)"
-        if self._computed:
-            parts = replace(parts, remedy=_remedy(self._computed, computed,
-                                                  constraint.confidence))
-            most = "" if computed.weakest is None else (
-                f"; most of it for {computed.weakest.words}")
-            causes.append(f"{parts.timing - 1:.1%} for computed step times "
-                          f"({self._computed.kind}: {self._computed.checked}{most})")
+        if doubt is not None:
+            parts = replace(parts, remedy=_remedy(doubt, constraint.confidence))
+            causes.append(f"{parts.timing - 1:.1%} for computed step times ({doubt.words})")
         if self._counts:
             causes.append(f"{parts.lengths - 1:.1%} for lengths ({min(self._counts)} samples)")
         if parts.sample > 1:
@@ -272,47 +265,25 @@ class Margins:
             f"{text}; the times are computed, and their error is not covered"))
 
 
-class _ComputedMargin(NamedTuple):
-    """The margin of computed times. weakest: group of operators that contributes most. at_lower:
-    {lower confidence: factor}."""
-
-    factor: float = 1.0
-    weakest: OperatorGroup | None = None
-    at_lower: Mapping[float, float] = MappingProxyType({})
-
-
-def _has_none_of(estimate: Estimate, group: OperatorGroup) -> bool:
-    """Whether the schedule's steps have no operator of the group."""
+def doubt_of_estimate(timing: object, estimate: Estimate) -> Doubt | None:
+    """The greatest doubt about times of the estimate's stages; None for times that were measured
+    here, or of a source that states no doubt."""
+    if not isinstance(timing, Computed):
+        return None
     stages = estimate.deployment.stages
-    return (group is OperatorGroup.ALL_REDUCE and all(one.tp_degree == 1 for one in stages)
-            or group is OperatorGroup.HANDOVER and len(stages) == 1)
+    doubts = [timing.doubt(degree, len(stages))
+              for degree in dict.fromkeys(stage.tp_degree for stage in stages)]
+    return max(doubts, key=lambda doubt: doubt.typical)
 
 
-def _remedy(errors: SourceErrors, computed: _ComputedMargin, confidence: float) -> str:
+def _remedy(doubt: Doubt, confidence: float) -> str:
     """Ways to a smaller margin than that of computed times, in words."""
-    lower = [f"{factor - 1:.0%} at {own:g}" for own, factor in computed.at_lower.items()]
-    engines = "" if errors.kind != "uncalibrated" else (
-        ", the times of an engine that was compared with measurements on such GPUs (plan.engine: "
-        "vllm, tensorrt-llm, fastertransformer)")
+    lower = [f"{doubt.factor(own) - 1:.0%} at {own:g}" for own in (0.9, 0.8, 0.7)
+             if own < confidence]
     return (". Only the margin exceeds the limit. To make it smaller, use a profile measured on "
-            f"such GPUs{engines}, or a lower constraint.confidence (margin for the times: "
-            f"{', '.join([*lower, 'none at 0.5'])})")
-
-
-def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metric,
-                     expected_s: float, raised_s: Callable[[OperatorGroup], float]
-                     ) -> _ComputedMargin:
-    """The margin for computed times, by the groups' shares of the metric. raised_s(group): the
-    metric, in seconds, with that group's times longer by LEAST_STEP."""
-    if errors is None:
-        return _ComputedMargin()
-    shares = {group: math.log(raised_s(group) / expected_s) / math.log1p(LEAST_STEP)
-              for group in errors.groups}
-    lengths, confidence = problem.lengths, problem.constraint.confidence
-    sizes = 1.0 if metric == "ttft" else sizes_of(lengths.inputs.mean, lengths.outputs.mean)
-    return _ComputedMargin(
-        errors.factor(shares, confidence, sizes), errors.weakest(shares, sizes),
-        {own: errors.factor(shares, own, sizes) for own in (0.9, 0.8, 0.7) if own < confidence})
+            "such GPUs, measurements of your own (`xgpt calibrate`), an engine that was compared "
+            "with runs on such GPUs (plan.engine), or a lower constraint.confidence (margin for "
+            f"the times: {', '.join([*lower, 'none at 0.5'])})")
 
 
 def _factor(logarithms: FloatArray, spread: float, confidence: float) -> float:

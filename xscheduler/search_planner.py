@@ -29,7 +29,7 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.feasibility import Feasibility
 from xscheduler.labels import configuration, point_words, why_not
-from xscheduler.margin import Margins
+from xscheduler.margin import Margins, doubt_of_estimate
 from xscheduler.partition import division_of
 from xscheduler.progress import Watch
 from xscheduler.refusals import check, refusal_of
@@ -114,7 +114,7 @@ class SearchPlanner:
         if is_tied:
             estimate = replace(estimate, notes=(*estimate.notes, (
                 f"a simpler placement than the fastest found, for {1 - qps / best_qps:.1%} less "
-                "throughput: far less than the step times may be off")))
+                "throughput: less than the step times may be off")))
         upper_qps, by_policy = self._upper_bound(latency_bound_s, keeps, qps)
         bare_qps = free_qps = None
         rows: list[Rejected] = []
@@ -162,13 +162,13 @@ class SearchPlanner:
             reason=f"latency above {latency_bound_s:g} s")]
 
     def _simpler(self, found: Sequence[Found], keeps: Feasibility) -> list[Found]:
-        """Equal replicas that are simpler than `found` and have at most NEAR less throughput, the
-        simplest such; [] if there are none."""
+        """Equal replicas that are simpler than `found` and have nearly its throughput, the simplest
+        such; [] if there are none."""
         each = self.problem.cluster.devices_per_node
         kinds = {cell: (False, *_complexity(cell, each)) for cell in self.search.all_cells}
         most = (len(found) > 1, *max(_complexity(one.cell, each) for one in found))
-        least_qps = (1 - NEAR) * total_qps(found)
         for kind in sorted({kind for kind in kinds.values() if kind < most}):
+            least_qps = (1 - _near(self._timing, found, kind[-1])) * total_qps(found)
             if one := _as_good(self.search, keeps, {
                     cell for cell, own in kinds.items() if own == kind}.__contains__, least_qps):
                 return one
@@ -327,6 +327,14 @@ def _as_good(search: Search, keeps: Feasibility, is_wanted: Callable[[Cell], boo
         return []
     search.replay(one.cell, one.point, times=SURE)
     return [one] if keeps.is_kept(one.cell, one.point) and _qps_of(one) >= least_qps else []
+
+
+def _near(timing: TimingSource, found: Sequence[Found], stages: int) -> float:
+    """Share of throughput within which a placement of so many stages ties with `found`. No measured
+    run had a pipeline, so one stage ties within the typical error of its times."""
+    doubts = [doubt_of_estimate(timing, one.replayed.estimate) for one in found]
+    errors = [doubt.typical for doubt in doubts if doubt is not None and doubt.level == "far"]
+    return max(errors, default=NEAR) if stages == 1 else NEAR
 
 
 def _kind_of(name: str) -> Kind:

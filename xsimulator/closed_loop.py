@@ -10,9 +10,7 @@ lengths, requests that start together stay together, as in such benchmarks."""
 import bisect
 import heapq
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +19,10 @@ from xgpt.core.cluster import Link
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
 
 _SEED = 11
-_OVERLAP = 4  # chosen: exponent that joins device and front end; infinity would be the maximum
 ROUNDS = 10  # chosen: requests per unit of concurrency
 _MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11  # chosen: of the tables
 
@@ -37,8 +33,7 @@ class ClosedLoop:
 
     `step_tokens`: most tokens of a step. `mixes`: whether steps encode and decode together.
     `kv_tokens`: capacity of the KV cache. `shortest`: lengths are drawn between this share of the
-    stated ones and them. `cached`: share of each input that the cache already holds. `stream_s`:
-    seconds in which the front end sends one token, beside the device's work."""
+    stated ones and them. `cached`: share of each input that the cache already holds."""
 
     concurrency: int
     input_tokens: int
@@ -48,27 +43,14 @@ class ClosedLoop:
     kv_tokens: float
     shortest: float = 1.0
     cached: float = 0.0
-    stream_s: float = 0.0
 
 
 class LoopTimes(NamedTuple):
-    """Means over all requests, in seconds: TTFT, TPOT, latency. shares: {group of operators: share
-    of the time of all steps}."""
+    """Means over all requests, in seconds: TTFT, TPOT, latency."""
 
     ttft_s: float
     tpot_s: float
     latency_s: float
-    shares: Mapping[OperatorGroup, float] = MappingProxyType({})
-
-
-class StepParts(NamedTuple):
-    """Seconds of one step of a whole model, by group of operators."""
-
-    products: float
-    encode_attention: float
-    decode_attention: float
-    all_reduce: float
-    host: float
 
 
 class StepSeconds:
@@ -103,15 +85,14 @@ class StepSeconds:
                 Operator.ENCODE_ATTENTION, tokens, together, tp_degree=self._degree))
         return self._prompts[key]
 
-    def parts(self, encoded: int, prompts: int, decoding: int, context: float,
-              encode_attention_s: float) -> StepParts:
+    def of(self, encoded: int, prompts: int, decoding: int, context: float,
+           encode_attention_s: float) -> float:
         """Seconds of a step that encodes `encoded` tokens, finishes `prompts` prompts, and decodes
         `decoding` requests with `context` tokens each."""
         ends_s = self._heads(prompts + decoding) if prompts + decoding else 0.0
-        return StepParts(
-            products=self._rows(encoded + decoding) + ends_s, encode_attention=encode_attention_s,
-            decode_attention=self._decode_attention_s(decoding, context) if decoding else 0.0,
-            all_reduce=self._reduces(encoded + decoding), host=self._host_s)
+        attention_s = self._decode_attention_s(decoding, context) if decoding else 0.0
+        return (self._rows(encoded + decoding) + ends_s + encode_attention_s + attention_s
+                + self._reduces(encoded + decoding) + self._host_s)
 
     def _decode_attention_s(self, queries: float, context: float) -> float:
         at = min(max(bisect.bisect_right(self._of_queries, queries) - 1, 0),
@@ -164,7 +145,6 @@ class _Simulation:
         self._context = 0  # tokens of all that run
         self._held = 0.0  # tokens of KV cache that running and encoding requests need
         self._done: list[tuple[float, float]] = []  # (time to first token, time per token after)
-        self._spent = [0.0] * len(StepParts._fields)  # seconds of all steps, by group
 
     def run(self, requests: int) -> LoopTimes:
         while len(self._done) < requests:
@@ -174,10 +154,7 @@ class _Simulation:
             else:
                 self._decode_on()
         ttft_s, tpot_s = np.array(self._done[:requests]).mean(axis=0).tolist()
-        return LoopTimes(
-            ttft_s, tpot_s, ttft_s + tpot_s * (self._loop.output_tokens - 1),
-            {OperatorGroup(name): spent / sum(self._spent)
-             for name, spent in zip(StepParts._fields, self._spent, strict=True)})
+        return LoopTimes(ttft_s, tpot_s, ttft_s + tpot_s * (self._loop.output_tokens - 1))
 
     def _arrival(self) -> _Request:
         loop = self._loop
@@ -218,9 +195,9 @@ class _Simulation:
                 request.input_tokens, len(pieces))
             request.left -= tokens
             ended += request.left == 0
-        self._work(1, ended + decoding, self._steps.parts(
+        self._now_s += self._steps.of(
             sum(pieces), ended, decoding, self._context / decoding if decoding else 0.0,
-            attention_s))
+            attention_s)
         if decoding:
             self._advance(1)
         for _ in range(ended):
@@ -240,19 +217,8 @@ class _Simulation:
         assert self._running, "a loop without a request"
         number, steps = len(self._running), self._running[0][0] - self._step
         context = self._context / number + (steps - 1) / 2
-        self._work(steps, number, self._steps.parts(0, 0, number, context, 0.0))
+        self._now_s += steps * self._steps.of(0, 0, number, context, 0.0)
         self._advance(steps)
-
-    def _work(self, steps: int, tokens: int, parts: StepParts) -> None:
-        self._now_s += steps * self._with_streaming_s(tokens, sum(parts))
-        for index, seconds in enumerate(parts):
-            self._spent[index] += steps * seconds
-
-    def _with_streaming_s(self, tokens: int, step_s: float) -> float:
-        """Seconds of a step and of sending its tokens, which mostly overlap. The longer one counts,
-        and 19 % more if both are equal."""
-        sent_s = tokens * self._loop.stream_s
-        return float((step_s**_OVERLAP + sent_s**_OVERLAP) ** (1 / _OVERLAP))
 
     def _advance(self, steps: int) -> None:
         self._step += steps

@@ -10,7 +10,6 @@ neighbouring measured latencies at each of QUANTILES, and a tenth above the long
 the highest predicted throughput per GPU whose predicted latency times the margin keeps the
 limit."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from xgpt.core import catalog
 from xgpt.core.catalog.releases import row_named
 from xgpt.core.model import ModelSpec, kv_elements_of_rank, layer_params_of_rank
 from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
-from xprofiler.constants import RooflineConstants, engine_errors
+from xprofiler.constants import RooflineConstants
+from xprofiler.doubt import Cell, Doubt, doubt_of, shape_of
 from xprofiler.importers.draft import Column, Fault, fail, read_table
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import sizes_of
 from xsimulator.closed_loop import ClosedLoop, LoopTimes, StepSeconds, simulate_loop
 
 LINKS = {"H100": "nvlink4", "H200": "nvlink4", "A100-80": "nvlink3"}
@@ -92,14 +91,6 @@ class ServingPoint:
         return self.ttft_s + self.tpot_s * (self.output_tokens - 1)
 
     @property
-    def is_fitted(self) -> bool:
-        """Whether constants may be fitted to the point: to one half, by a SHA-256's parity."""
-        text = "|".join(str(part) for part in (
-            self.model, self.device, self.engine, self.weight_dtype, self.tp_degree,
-            self.concurrency, self.input_tokens, self.output_tokens))
-        return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
-
-    @property
     def workload(self) -> tuple[str, ...]:
         """Key of the configurations that `choices` chooses among."""
         return (self.source, self.model, self.device, self.engine, self.weight_dtype,
@@ -124,9 +115,9 @@ def own_points(path: Path) -> list[ServingPoint]:
 
 
 def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
-              stream_s: float | None = None, model: ModelSpec | None = None) -> LoopTimes:
-    """Mean TTFT, TPOT and latency of a point by simulation. constants, stream_s, model: replace
-    those of the point's engine and of the catalog. The KV cache has the type of the weights, as
+              model: ModelSpec | None = None) -> LoopTimes:
+    """Mean TTFT, TPOT and latency of a point by simulation. constants, model: replace those of the
+    point's engine and of the catalog. The KV cache has the type of the weights, as
     engines serve fp8 checkpoints."""
     row, model = catalog.engine(point.row), model or catalog.model(point.model)
     device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
@@ -144,23 +135,24 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
     return simulate_loop(ClosedLoop(
         concurrency=point.concurrency, input_tokens=point.input_tokens,
         output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,
-        kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest, cached=point.cached,
-        stream_s=row.stream_s if stream_s is None else stream_s),
+        kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest, cached=point.cached),
         StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
 
 
-def margin_of(point: ServingPoint, simulated: LoopTimes, confidence: float) -> float:
-    """Safety margin on a point's predicted latency at this confidence, a factor."""
-    errors = engine_errors(catalog.device(point.device), point.row)
-    return errors.factor(simulated.shares, confidence,
-                         sizes_of(point.input_tokens, point.output_tokens))
+def doubt_about(point: ServingPoint, model: ModelSpec | None = None) -> Doubt:
+    """The doubt about a point's predicted times. `model`: replaces the catalog's."""
+    return doubt_of(cell_of(point, model or catalog.model(point.model)))
+
+
+def cell_of(point: ServingPoint, model: ModelSpec) -> Cell:
+    """The conditions of the point."""
+    return Cell(point.row, point.device, shape_of(model), point.weight_dtype, point.tp_degree)
 
 
 def share_kept(points: Sequence[ServingPoint], times: Mapping[ServingPoint, LoopTimes],
-               confidence: float) -> float:
-    """Share of the measured latencies that are at most prediction x margin; NaN without points."""
-    kept = [point.latency_s <= times[point].latency_s * margin_of(point, times[point], confidence)
-            for point in points]
+               factor_of: Callable[[ServingPoint], float]) -> float:
+    """Share of the measured latencies that are at most prediction x factor; NaN without points."""
+    kept = [point.latency_s <= times[point].latency_s * factor_of(point) for point in points]
     return float(np.mean(kept)) if kept else float("nan")
 
 

@@ -1,19 +1,19 @@
 """Predicted beside measured times: what a comparison is, and how far off it is."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.core.lengths import BoolArray, FloatArray
+from xgpt.core.lengths import FloatArray
 from xsimulator import measured_loops
 from xsimulator.measured_loops import Errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compared:
-    """[cases] seconds predicted and measured of one operator, or of whole requests. `left_out`:
-    cases of the source that were not compared, with `why`. `half`: "fit" or "test", where constants
-    are fitted to one half of a source's cases; "" else."""
+    """[cases] seconds predicted and measured of one operator, or of whole requests. `skipped`:
+    cases of the source that were not compared, with `why`. `left_out`: what was left out of the fit
+    at a time; "" for nothing."""
 
     source: str
     model: str
@@ -22,14 +22,9 @@ class Compared:
     operator: str
     predicted_s: FloatArray
     measured_s: FloatArray
-    left_out: int = 0
+    skipped: int = 0
     why: str = ""
-    half: str = ""
-
-    def of(self, rows: BoolArray, half: str) -> "Compared":
-        """The cases of one half."""
-        return replace(self, predicted_s=self.predicted_s[rows], measured_s=self.measured_s[rows],
-                       half=half)
+    left_out: str = ""
 
 
 def errors_of(found: Compared) -> Errors:
@@ -39,10 +34,10 @@ def errors_of(found: Compared) -> Errors:
 def joined(parts: list[Compared]) -> Compared:
     """Several comparisons as one, which bears the name of what they have in common."""
     names = {key: next(iter(values)) if len(values) == 1 else "all" for key in (
-        "source", "model", "gpu", "engine", "operator", "half")
+        "source", "model", "gpu", "engine", "operator", "left_out")
         if (values := {getattr(part, key) for part in parts})}
     return Compared(
         **names, predicted_s=np.concatenate([part.predicted_s for part in parts]),
         measured_s=np.concatenate([part.measured_s for part in parts]),
-        left_out=sum(part.left_out for part in parts),
+        skipped=sum(part.skipped for part in parts),
         why="; ".join(dict.fromkeys(part.why for part in parts if part.why)))

@@ -11,6 +11,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import nan
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def offline_rows(folder: Path) -> list[OfflineRow]:
                 for row in csv.DictReader(file)]
 
 
+@cache
 def offline_times(row: OfflineRow, engine: str = ENGINE) -> OfflineTimes:
     """The replay of the job by the quickest of BUDGETS."""
     eight = {"weight_dtype": FP8, "kv_dtype": FP8} if row.weights == FP8 else {}
@@ -129,4 +131,4 @@ def of_offline(folder: Path) -> Iterator[Compared]:
             source=SOURCE, model=kind, gpu=gpu, engine=ENGINE,
             operator=f"{OPERATOR}, {kind}, {weights}", predicted_s=seconds[known],
             measured_s=np.array([row.measured_s for row in own])[known],
-            left_out=int((~known).sum()), why="a model that is planned not to fit")
+            skipped=int((~known).sum()), why="a model that is planned not to fit")

@@ -3,7 +3,7 @@ each source and operator, a colour for each GPU and engine. A point on the diago
 exactly."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,27 @@ _FACTORS = ((1.0, "predicted exactly"), (0.8, "a fifth too quick"), (1.25, "a qu
 
 
 def write_page(compared: Sequence[Compared], choosers: Sequence[Any],
-                          calibration: Sequence[tuple[float, float]], path: Path) -> None:
+               kept: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
     """Raises MissingExtraError without jinja2."""
     charts = validation_charts(compared)
-    if calibration:
-        charts.append(_calibration(calibration))
+    if kept:
+        charts.append(_calibration(kept))
     if choosers:
         charts.append(_chosen(choosers))
     write_chart_page(charts, path, "Predicted against measured")
 
 
 def validation_charts(compared: Sequence[Compared]) -> list[Chart]:
-    """A plot for each source, operator and half that has cases."""
+    """A plot for each source, operator and way of leaving out that has cases."""
     groups: dict[tuple[str, str, str], list[Compared]] = defaultdict(list)
     for part in compared:
         if len(part.measured_s):
-            groups[part.source, part.operator, part.half].append(part)
+            groups[part.source, part.operator, part.left_out].append(part)
     return [_chart(place, key, own) for place, (key, own) in enumerate(groups.items())]
 
 
 def _chart(place: int, key: tuple[str, str, str], parts: Sequence[Compared]) -> Chart:
-    source, operator, half = key
+    source, operator, left_out = key
     by_engine: dict[str, list[Compared]] = defaultdict(list)
     for part in parts:
         by_engine[f"{part.gpu}, {part.engine}"].append(part)
@@ -51,8 +51,8 @@ def _chart(place: int, key: tuple[str, str, str], parts: Sequence[Compared]) -> 
     lines = [Series(label=label, x=ends.tolist(), y=(factor * ends).tolist(), colour="muted",
                     is_dashed=factor != 1.0) for factor, label in _FACTORS]
     return Chart(
-        name=f"compared-{place}", title=", ".join(filter(None, (source, operator, half and
-                                                                f"half {half}"))),
+        name=f"compared-{place}", title=", ".join(filter(None, (
+            source, operator, left_out and f"{left_out} left out"))),
         x=Axis(label="measured, seconds", is_log=True),
         y=Axis(label="predicted, seconds", is_log=True), height=360,
         series=[*lines, *(_points(label, own, PALETTE[i % len(PALETTE)])
@@ -75,18 +75,20 @@ def _points(label: str, parts: list[Compared], colour: str) -> Series:
         notes=[f"{model}, {value:+.1%}" for model, value in zip(models[shown], off, strict=True)])
 
 
-def _calibration(found: Sequence[tuple[float, float]]) -> Chart:
-    promised = [confidence for confidence, _ in found]
+def _calibration(kept: Mapping[str, Sequence[tuple[float, float]]]) -> Chart:
+    promised = [confidence for confidence, _ in next(iter(kept.values()))]
     return Chart(
-        name="calibration", title="Confidence promised and kept, half test",
+        name="calibration", title="Confidence promised and kept",
         x=Axis(label="promised", as_percent=True), y=Axis(label="kept", as_percent=True),
         series=[Series(label="as promised", x=promised, y=promised, colour="muted"),
-                Series(label="kept", kind="line+dots", x=promised, y=[kept for _, kept in found])],
+                *(Series(label=f"{name} left out", kind="line+dots", x=promised,
+                         y=[share for _, share in rows], colour=PALETTE[place % len(PALETTE)])
+                  for place, (name, rows) in enumerate(kept.items()))],
         caption="Share of the latencies that were within prediction and margin.")
 
 
 def _chosen(choosers: Sequence[Any]) -> Chart:
-    names = [f"{chooser.half}, {chooser.margin}" for chooser in choosers]
+    names = [f"{chooser.left_out or 'all fitted'}, {chooser.margin}" for chooser in choosers]
     return Chart(
         name="choosers", title="As a chooser within a bound", y=Axis(label="share",
                                                                      as_percent=True),

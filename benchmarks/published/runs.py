@@ -3,8 +3,7 @@ prompts and tokens of Splitwise's engine, closed loops of today's serving engine
 
     fastertransformer/gpt_latency.csv, splitwise-sim/perf_model.csv, silicon/serving_points.csv
 
-Serving points are divided into two fixed halves by a hash of what identifies them: constants may be
-fitted to one (fit) and are judged by the other (test)."""
+published.left_out predicts serving points by constants that were not fitted to them."""
 
 import csv
 from collections import defaultdict
@@ -23,6 +22,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8
 from xprofiler.constants import RooflineConstants
+from xprofiler.doubt import Cell, shape_of
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator.closed_loop import LoopTimes
@@ -32,12 +32,13 @@ from xsimulator.measured_loops import LINKS, ServingPoint, predicted
 GPUS = {"h100_sxm": "H100", "h200_sxm": "H200", "a100_sxm": "A100-80"}
 ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm", "sglang": "sglang"}
 # Some of the silicon table's runs drew their lengths from 0.8 to 1 times the stated ones, and do
-# not say so. Of those told apart by `_shortest`, times to first token (half `fit`) are such.
+# not say so. Of those told apart by `_shortest`, times to first token are such.
 _DRAWN_FROM = 0.8
 # vLLM's runs of thousands of tokens cannot have encoded all of their inputs: at degree 8, 40
 # requests of 8,000 and 100 tokens in 0.91 s are 350,000 tokens/s, whose all-reduces alone would
 # keep NVLink busy for 0.7 of the time at its data sheet's rate. vLLM keeps prefixes that inputs
-# share unless told not to. The share: the half `fit`.
+# share unless told not to. The share is read off their
+# times to first token.
 _CACHED = 0.77
 # Shapes that the catalog has not: planned here, not executed.
 _QWEN3_32B = ModelSpec(
@@ -45,6 +46,7 @@ _QWEN3_32B = ModelSpec(
     head_size=128, vocab_size=151936, intermediate_size=25600, is_gated_mlp=True, has_bias=False,
     tied_embeddings=False)
 _SPLITWISE = "vllm-0.2"  # the engine of its measurements
+_SPLITWISE_GPUS = {"a100-80gb": "A100-80", "h100-80gb": "H100"}
 _BLOOM = ModelSpec(name="bloom-176b", family="gpt2", num_layers=70, hidden_size=14336,
                    num_heads=112, vocab_size=250880, intermediate_size=57344)
 
@@ -76,11 +78,7 @@ def of_fastertransformer(folder: Path,
     for row in rows:
         by_model[row["model"]].append(row)
     for name, own in by_model.items():
-        first = own[0]
-        hidden = int(first["head_num"]) * int(first["size_per_head"])
-        model = ModelSpec(name=name, family="gpt2", num_layers=int(first["num_layers"]),
-                          hidden_size=hidden, num_heads=int(first["head_num"]),
-                          vocab_size=int(first["vocab_size"]), intermediate_size=4 * hidden)
+        model = _gpt(own[0])
         used = [row for row in own if row["oom"] == "0" and row["pp"] == "1"]
         source = Roofline(model, catalog.device("A100-80"), "float16", constants,
                           engine="fastertransformer")
@@ -91,7 +89,26 @@ def of_fastertransformer(folder: Path,
             source="FasterTransformer", model=name, gpu="A100-80", engine="fastertransformer",
             operator="static batch", predicted_s=np.array(found),
             measured_s=np.array([float(row["latency_ms"]) * 1e-3 for row in used]),
-            left_out=len(own) - len(used), why="out of memory, or several stages")
+            skipped=len(own) - len(used), why="out of memory, or several stages")
+
+
+def _gpt(row: Mapping[str, str]) -> ModelSpec:
+    hidden = int(row["head_num"]) * int(row["size_per_head"])
+    return ModelSpec(name=row["model"], family="gpt2", num_layers=int(row["num_layers"]),
+                     hidden_size=hidden, num_heads=int(row["head_num"]),
+                     vocab_size=int(row["vocab_size"]), intermediate_size=4 * hidden)
+
+
+def fitted_cells(folder: Path) -> Iterator[Cell]:
+    """Cells of the runs of 2023's engines that constants were fitted to. `folder`: of all
+    measurements."""
+    for row in _rows(folder / "fastertransformer" / "gpt_latency.csv"):
+        if row["pp"] == "1":
+            yield Cell("fastertransformer", "A100-80", shape_of(_gpt(row)), "", int(row["tp"]))
+    for row in _rows(folder / "splitwise-sim" / "perf_model.csv"):
+        if row["model"] == "llama2-70b" and row["hardware"] in _SPLITWISE_GPUS:
+            yield Cell(_SPLITWISE, _SPLITWISE_GPUS[row["hardware"]],
+                       shape_of(catalog.model("llama-2-70b")), "", int(row["tensor_parallel"]))
 
 
 def superpod_link(tp_degree: int) -> Link:
@@ -108,18 +125,18 @@ def of_splitwise(folder: Path,
     Left out: what its README says is not measured, or was out of memory."""
     rows = _rows(folder / "perf_model.csv")
     points: dict[tuple[str, ...], list[Mapping[str, str]]] = defaultdict(list)
-    left_out = 0
+    skipped = 0
     for row in rows:
         is_full = (row["model"] == "llama2-70b" and row["tensor_parallel"] == "2"
                    and int(row["batch_size"]) >= 32)
         if row["hardware"].endswith("pcap") or is_full:
-            left_out += 1
+            skipped += 1
             continue
         points[tuple(row[key] for key in ("model", "hardware", "tensor_parallel", "prompt_size",
                                           "batch_size", "token_size"))].append(row)
     groups: dict[tuple[str, str], list[tuple[float, float, float, float]]] = defaultdict(list)
     for (name, hardware, degree, prompt, batch, tokens), own in points.items():
-        gpu = {"a100-80gb": "A100-80", "h100-80gb": "H100"}[hardware]
+        gpu = _SPLITWISE_GPUS[hardware]
         model = catalog.model("llama-2-70b") if name == "llama2-70b" else _BLOOM
         encode_s, decode_s = _cached_parts(model, gpu, int(degree), constants)
         context = int(prompt) + int(tokens) / 2
@@ -134,8 +151,8 @@ def of_splitwise(folder: Path,
             yield Compared(
                 source="Splitwise", model=name, gpu=gpu, engine=_SPLITWISE, operator=operator,
                 predicted_s=values[:, at], measured_s=values[:, at + 1],
-                left_out=left_out if at == 0 else 0, why="synthetic, or out of memory")
-            left_out = 0
+                skipped=skipped if at == 0 else 0, why="synthetic, or out of memory")
+            skipped = 0
 
 
 def serving_points(path: Path) -> list[ServingPoint]:
@@ -167,31 +184,31 @@ def _cached(row: Mapping[str, str]) -> float:
     return _CACHED if is_cached else 0.0
 
 
-def simulated(point: ServingPoint, constants: RooflineConstants | None = None,
-           stream_s: float | None = None) -> LoopTimes:
-    """The prediction, also of shapes that the catalog has not."""
-    model = _QWEN3_32B if point.model == _QWEN3_32B.name else None
-    return predicted(point, constants, stream_s, model)
+def model_of(point: ServingPoint) -> ModelSpec:
+    """The point's model, also of shapes that the catalog has not."""
+    return _QWEN3_32B if point.model == _QWEN3_32B.name else catalog.model(point.model)
 
 
-def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, LoopTimes]
-               ) -> Iterator[Compared]:
-    """TPOT, TTFT and latency of requests, by model, GPU, engine, dtype and half."""
+def simulated(point: ServingPoint, constants: RooflineConstants | None = None) -> LoopTimes:
+    """The prediction. `constants`: others than the engine's."""
+    return predicted(point, constants, model_of(point))
+
+
+def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, LoopTimes],
+               left_out: str = "") -> Iterator[Compared]:
+    """TPOT, TTFT and latency of requests, by model, GPU, engine and dtype. `left_out`: what was
+    left out of the fit at a time; "": nothing."""
     groups: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)
     for point in points:
         dtype = point.weight_dtype or "16 bits"
         groups[point.source, f"{point.model} {dtype}", point.device, point.row].append(point)
     for (source, model, gpu, engine), own in sorted(groups.items()):
-        is_fitted = np.array([point.is_fitted for point in own])
         for name in ("tpot_s", "ttft_s", "latency_s"):
-            both = Compared(
-                source=source, model=model, gpu=gpu, engine=engine,
+            yield Compared(
+                source=source, model=model, gpu=gpu, engine=engine, left_out=left_out,
                 operator={"tpot_s": "TPOT", "ttft_s": "TTFT", "latency_s": "request"}[name],
                 predicted_s=np.array([getattr(times[point], name) for point in own]),
                 measured_s=np.array([getattr(point, name) for point in own]))
-            for half, rows in (("fit", is_fitted), ("test", ~is_fitted)):
-                if rows.any():
-                    yield both.of(rows, half)
 
 
 class _StepsOf(NamedTuple):

@@ -1,5 +1,6 @@
 """The table of benchmarks/validated.py: how far predictions are off, source by source."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,42 +22,55 @@ def validation_table(compared: Sequence[Compared], *, by_model: bool = False) ->
     return "\n\n".join(_section(source, own, by_model) for source, own in sources.items())
 
 
-def chooser_table(choosers: Sequence[Any], calibration: Sequence[tuple[float, float]]) -> str:
-    """What predictions would have chosen; and how often a promised confidence was kept."""
-    rows = [(c.half, c.margin, f"{c.choices.cases:,}", _percent(c.choices.none),
-             _percent(c.choices.broken), _percent(c.choices.exact), _percent(c.choices.regret))
-            for c in choosers]
-    kept = ", ".join(f"{promised:.0%}: {share:.0%}" for promised, share in calibration)
+def chooser_table(choosers: Sequence[Any]) -> str:
+    """What predictions would have chosen."""
+    rows = [(f"{c.left_out} left out" if c.left_out else "all fitted", c.margin,
+             f"{c.choices.cases:,}", _percent(c.choices.none), _percent(c.choices.broken),
+             _percent(c.choices.exact), _percent(c.choices.regret)) for c in choosers]
     return "\n".join((
         "as a chooser of the configuration of most throughput within a bound",
         table(("points", "margin", "cases", "no answer", "broken", "best", "regret"), rows,
               right=range(2, 7)),
         paragraph("no answer and best: of the cases; broken: of the answers; regret: throughput "
-                  "that answers which keep their bound miss."),
-        paragraph(f"latency within prediction and margin, promised and kept (test half): {kept}")))
+                  "that answers which keep their bound miss.")))
+
+
+def levels_table(figures: Mapping[str, Any]) -> str:
+    """The levels of doubt, and how often a promised confidence was kept."""
+    promised = [confidence for confidence, _ in next(iter(figures["kept"].values()))]
+    levels = [(name, f"{row['cases']:,}", _percent(row["fitted"]), _percent(row["mean"]),
+               f"{row['bias']:+.0%}", *(f"{math.exp(log):.2f}" for _, log in row["quantiles"]))
+              for name, row in figures["levels"].items()]
+    kept = [(name, *(_percent(share) for _, share in rows))
+            for name, rows in figures["kept"].items()]
+    chances = [f"{confidence:.0%}" for confidence in promised]
+    return "\n".join((
+        "levels of doubt: measured over computed time that is not exceeded with a probability",
+        table(("level", "cases", "fitted", "left out", "bias", *chances), levels,
+              right=range(1, 12)), "",
+        "promised with a probability, and kept by runs whose group was left out",
+        table(("left out", *chances), kept, right=range(1, 9))))
 
 
 def _section(source: str, parts: Sequence[Compared], by_model: bool) -> str:
     groups: dict[tuple[str, ...], list[Compared]] = defaultdict(list)
     for part in parts:
         of = (f"{part.model}, " if by_model else "") + f"{part.gpu}, {part.engine}"
-        groups[part.operator, of, part.half].append(part)
-    for operator in dict.fromkeys(part.operator for part in parts if part.half):
-        for half in ("fit", "test"):
-            own = [part for part in parts if part.operator == operator and part.half == half]
-            groups[operator, "ALL", half] = own
-    rows = [(f"{operator}, {half}" if half else operator, of, *_cells(joined(own)))
-            for (operator, of, half), own in groups.items()
+        groups[part.operator, of, part.left_out].append(part)
+        if part.left_out:
+            groups[part.operator, "ALL", part.left_out].append(part)
+    rows = [(f"{operator}, {left_out} left out" if left_out else operator, of, *_cells(joined(own)))
+            for (operator, of, left_out), own in groups.items()
             if any(len(part.measured_s) for part in own)]
     if shown_width() < _NARROW:
         brief = [[row[i] for i in _BRIEF] for row in (_HEADER, *rows)]
         lines = [source, table(brief[0], brief[1:], right=range(2, len(_BRIEF)))]
     else:
         lines = [source, table(_HEADER, rows, right=_RIGHT)]
-    left_out: Mapping[str, int] = _left_out(parts)
-    if left_out:
-        lines.append(paragraph("left out: " + "; ".join(
-            f"{count:,} ({why})" for why, count in left_out.items())))
+    skipped: Mapping[str, int] = _skipped(parts)
+    if skipped:
+        lines.append(paragraph("not compared: " + "; ".join(
+            f"{count:,} ({why})" for why, count in skipped.items())))
     return "\n".join(lines)
 
 
@@ -66,11 +80,11 @@ def _cells(found: Compared) -> tuple[str, ...]:
             _percent(e.p90), _percent(e.worst))
 
 
-def _left_out(parts: Sequence[Compared]) -> dict[str, int]:
+def _skipped(parts: Sequence[Compared]) -> dict[str, int]:
     counts: dict[str, int] = defaultdict(int)
     for part in parts:
-        if part.left_out:
-            counts[part.why] += part.left_out
+        if part.skipped:
+            counts[part.why] += part.skipped
     return counts
 
 

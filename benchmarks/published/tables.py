@@ -81,13 +81,13 @@ def of_aiconfigurator(folder: Path) -> Iterator[Compared]:
             yield from (products(dtype, own, source, of)
                         for dtype, own in aiconfigurator.read_gemms(path).items())
         elif (why := _UNUSABLE.get((gpu, framework, table))) is not None:
-            yield _left_out(path, source, of, why)
+            yield _skipped(path, source, of, why)
         elif table == "context_attention":
             own = aiconfigurator.read_context_attention(path)
             kept = launches(own) if (gpu, framework, table) == _LAUNCHES else own
             found = attention(kept, source, of, Operator.ENCODE_ATTENTION)
             more = len(own.lines) - len(kept.lines)
-            yield replace(found, left_out=found.left_out + more, why=found.why if not more else (
+            yield replace(found, skipped=found.skipped + more, why=found.why if not more else (
                 "prefill attention of grouped heads beyond the peak, or of more than "
                 f"{_MOST_LAUNCHED} tokens, far below it"))
         elif table == "generation_attention":
@@ -123,11 +123,11 @@ def of_vidur(folder: Path) -> Iterator[Compared]:
                 table.ranks[inside], table.num_bytes[inside], table.seconds[inside]))
 
 
-def _left_out(path: Path, source: str, of: Timed, why: str) -> Compared:
+def _skipped(path: Path, source: str, of: Timed, why: str) -> Compared:
     with path.open(encoding="utf-8") as file:
         rows = sum(1 for _ in file) - 1
     return Compared(source=source, model="", gpu=of.gpu, engine=of.engine, operator="attention",
-                    predicted_s=np.empty(0), measured_s=np.empty(0), left_out=rows, why=why)
+                    predicted_s=np.empty(0), measured_s=np.empty(0), skipped=rows, why=why)
 
 
 def _parts(path: Path) -> tuple[str, str, str, str]:
@@ -151,7 +151,7 @@ def products(dtype: str, table: Table, source: str, of: Timed) -> Compared:
     return Compared(
         source=source, model="single products", gpu=of.gpu, engine=of.engine,
         operator="products fp8" if dtype == FP8 else "products",
-        predicted_s=found, measured_s=table["latency"][kept], left_out=int((~kept).sum()),
+        predicted_s=found, measured_s=table["latency"][kept], skipped=int((~kept).sum()),
         why=f"more than {MOST_ROWS:,} rows")
 
 
@@ -180,7 +180,7 @@ def attention(table: Table, source: str, of: Timed, operator: Operator) -> Compa
         source=source, model="single kernels", gpu=of.gpu, engine=of.engine,
         operator=("prefill attention" if operator is Operator.ENCODE_ATTENTION
                   else "decode attention"),
-        predicted_s=found[kept], measured_s=seconds[kept], left_out=int((~kept).sum()),
+        predicted_s=found[kept], measured_s=seconds[kept], skipped=int((~kept).sum()),
         why="other head sizes, or quicker than the peaks allow")
 
 
@@ -219,7 +219,7 @@ def _layer_products(table: vidur.MlpTable, gpu: str) -> Compared:
     return Compared(
         source="Vidur", model=table.name, gpu=gpu, engine=OWN_ENGINE,
         operator="products", predicted_s=np.concatenate(found),
-        measured_s=np.concatenate(measured), left_out=len(_SPLIT) * int((~kept).sum()),
+        measured_s=np.concatenate(measured), skipped=len(_SPLIT) * int((~kept).sum()),
         why="more than 4,096 rows")
 
 
@@ -228,7 +228,7 @@ def _vidur_decode(table: vidur.AttentionTable) -> Compared:
     source = Timed("A100-80", OWN_ENGINE).roofline(table.n_head, table.n_kv_head)
     return Compared(
         source="Vidur", model="Llama-2-70b", gpu="A100-80", engine=OWN_ENGINE,
-        operator="decode attention", measured_s=table.seconds[of], left_out=int((~of).sum()),
+        operator="decode attention", measured_s=table.seconds[of], skipped=int((~of).sum()),
         why="its prefill, unexplained: half of what every other table has",
         predicted_s=source.operator_s(Operator.DECODE_ATTENTION, table.queries[of],
                                       table.cached_tokens[of], tp_degree=2))

@@ -101,9 +101,9 @@ def observed(problem: Problem, count: int, seed: int = 0) -> Problem:
 
 
 class TakenAsTrue(Roofline):
-    """The roofline without its errors: no margin is taken for it."""
+    """The roofline without its doubt: no margin is taken for it."""
 
-    errors: Any = None
+    doubt: Any = None
 
 
 def roofline_of(problem: Problem, *, padded=False) -> TakenAsTrue:
@@ -115,7 +115,7 @@ def roofline_of(problem: Problem, *, padded=False) -> TakenAsTrue:
 
 def timing_of(session: "OpenedJob") -> TakenAsTrue:
     """The times of a job on a cluster that is not here, as xgpt.app.profile's but for their
-    errors."""
+    doubt."""
     problem = session.problem
     return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype,
                        engine=session.job.plan_engine, weight_dtype=problem.weight_dtype)

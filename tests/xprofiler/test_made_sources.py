@@ -8,8 +8,8 @@ import pytest
 
 from xgpt.core import catalog
 from xprofiler.profile import HANDOVER_DIRECT, STEP_OVERHEAD, TableKey
+from xprofiler.raised import Raised, raised
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import Raised, raised
 from xprofiler.timing import MessageKind, Operator, TimingSource
 
 LINK = catalog.link("nvlink3")

@@ -24,8 +24,8 @@ from xprofiler.profile import (
     TableKey,
 )
 from xprofiler.profile_timing import Factor, ProfileTiming, Retimed, table_shape
+from xprofiler.raised import Raised
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import Raised
 from xprofiler.timing import MessageKind, Operator, of_role
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER

@@ -14,7 +14,6 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8, INT8
 from xprofiler.constants import GPU, LINK_FIELDS, RooflineConstants, changed, engine_constants
 from xprofiler.roofline import Roofline, link_kind
-from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import MessageKind, Operator
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
@@ -256,7 +255,7 @@ def test_engines_of_today_reduce_small_messages_in_microseconds():
                          for name in (OWN_ENGINE, "vllm", "tensorrt-llm"))
     for source in (vllm, trtllm):
         assert 3e-6 < source.links.collective_s(2**16, 4, link) < 12e-6
-    assert vllm.links.synchronisation_s(4) < 5e-6 < own.links.synchronisation_s(4)
+    assert vllm.links.synchronisation_s(4) < 10e-6 < own.links.synchronisation_s(4)
     assert float(own.message_s(MessageKind.ALL_REDUCE, 2**16, link, tp_degree=4)) > 30e-6
 
 
@@ -293,13 +292,12 @@ def test_int8_has_the_rate_of_its_units_and_half_the_weights_where_there_are_non
     assert "weights int8" in narrow.provenance()
 
 
-def test_products_of_int8_have_the_error_of_what_nobody_measured():
-    plain, narrow = (Roofline(MODEL, catalog.device("A100-80"), "bfloat16", engine="tensorrt-llm",
-                              weight_dtype=weights).errors() for weights in ("", INT8))
-    assert plain.groups[OperatorGroup.PRODUCTS].common < 0.1
-    assert narrow.groups[OperatorGroup.PRODUCTS].common > 0.3
-    assert "int8 matrix products were never measured" in narrow.checked
-    assert narrow.groups[OperatorGroup.ALL_REDUCE] == plain.groups[OperatorGroup.ALL_REDUCE]
+def test_weights_that_nobody_ran_are_doubted_more():
+    plain, narrow = (Roofline(catalog.model("llama-3.1-8b"), catalog.device("H100"), "bfloat16",
+                              engine="tensorrt-llm-1.0", weight_dtype=weights).doubt(1)
+                     for weights in ("", INT8))
+    assert plain.level == "same cell" and narrow.level == "neighbour"
+    assert "weights of int8" in narrow.why
 
 
 def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_do_not():

@@ -1,31 +1,18 @@
 """The verdict on a profile's own numbers: what is counted, and the sentence a person reads."""
 
+import itertools
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from profiles import profile
-from scipy.stats import t as student
 
 from xgpt.core import catalog
-from xprofiler.constants import engine_errors
+from xprofiler.doubt import Cell, Shape, doubt_of, measured_cells
 from xprofiler.points import SPREAD_LIMIT, Kind, Point, judge, noise_words, noisy_points
 from xprofiler.profile import NOISE_LIMIT, Sample, TableKey
 from xprofiler.profile_timing import MOST_NOISE, ProfileTiming
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import (
-    CARRIED,
-    UNCALIBRATED,
-    GroupError,
-    OperatorGroup,
-    Raised,
-    SourceErrors,
-    group_of,
-    sizes_of,
-    student_quantile,
-)
-from xprofiler.timing import MessageKind, Operator
 
 DECODE, REST = Point(Kind.DECODE, 9, 130), Point(Kind.REST, 260)
 
@@ -118,94 +105,63 @@ def test_no_more_than_a_tenth_of_noise_is_reckoned_with(points, is_noisy):
     assert (error.noise == MOST_NOISE) == is_noisy
 
 
-# --- errors of computed times -----------------------------------------------------------------
+# --- doubt about computed times ---------------------------------------------------------------
 
 
-PRODUCTS, ATTENTION = OperatorGroup.PRODUCTS, OperatorGroup.DECODE_ATTENTION
-ERRORS = SourceErrors(kind="calibrated", checked="", common=0.03, groups={
-    PRODUCTS: GroupError(0.04, 0.0), ATTENTION: GroupError(0.0, 0.12)})
+SEEN = Cell("vllm", "H100", Shape(32, 4096, 32, 8, 14336, 0), "", 2)
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9, 0.95, 0.999])
-def test_the_quantile_is_that_of_students_distribution_of_four_degrees(share):
-    assert student_quantile(share) == pytest.approx(student.ppf(share, 4), abs=1e-9)
+@pytest.mark.parametrize(("change", "level", "words"), [
+    ({}, "same cell", ()),
+    ({"tp_degree": 4}, "neighbour", ("degree 4",)),
+    ({"gpu": "H200"}, "neighbour", ("this device",)),
+    ({"shape": Shape(80, 8192, 64, 8, 28672, 0)}, "neighbour", ("this shape",)),
+    ({"engine": "vllm-0.12"}, "neighbour", ("this version of the engine",)),
+    ({"weights": "fp8"}, "neighbour", ("weights of fp8",)),
+    ({"gpu": "H200", "tp_degree": 8}, "far", ("this device", "degree 8")),
+    ({"engine": "sglang"}, "unknown engine", ("no run of sglang",)),
+    ({"shape": Shape(32, 4096, 32, 8, 14336, 8)}, "far", ("this mixture of experts",))])
+def test_the_level_of_doubt_counts_what_differs_from_the_nearest_measured_cell(
+        monkeypatch, change, level, words):
+    monkeypatch.setattr("xprofiler.doubt.measured_cells", lambda: (SEEN,))
+    doubt_of.cache_clear()
+    found = doubt_of(SEEN._replace(**change))
+    doubt_of.cache_clear()
+    assert found.level == level and all(one in found.why for one in words)
+    assert found.why.startswith("runs of this model") != bool(words)
 
 
-def test_groups_count_by_their_share_and_add_as_squares_to_what_is_common():
-    assert ERRORS.spread({}) == 0.03
-    assert ERRORS.spread({PRODUCTS: 1.0}) == pytest.approx(0.05)
-    assert ERRORS.spread({PRODUCTS: 0.5, ATTENTION: 0.5}) == pytest.approx(
-        math.hypot(0.03, 0.02, 0.06))
+def test_pipelines_are_far_from_all_that_was_measured_and_own_measurements_are_near():
+    cell = measured_cells()[0]
+    assert doubt_of(cell).level == "same cell" and doubt_of(cell, "pipeline stages").level == "far"
+    new = cell._replace(gpu="L4", engine="deepspeed")
+    assert doubt_of(new).level == "unknown engine"
+    assert doubt_of(new, own=(new,)).level == "same cell"
 
 
-def test_what_single_sizes_miss_by_averages_over_sizes_and_what_is_common_does_not():
-    """A context that grows fourfold has steps of three sizes that do not miss alike."""
-    assert sizes_of(100, 300) == pytest.approx(3.0) and sizes_of(100, 0) == 1.0
-    assert ERRORS.spread({ATTENTION: 1.0}, 4) == pytest.approx(math.hypot(0.03, 0.06))
-    assert ERRORS.spread({PRODUCTS: 1.0}, 4) == ERRORS.spread({PRODUCTS: 1.0})
+def test_margins_grow_with_the_confidence_and_with_the_distance():
+    cell = measured_cells()[0]
+    near = cell._replace(tp_degree=64)
+    far, unknown = near._replace(gpu="L4"), near._replace(engine="deepspeed")
+    confidences = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
+    rows = [[doubt_of(one).factor(c) for c in confidences] for one in (cell, near, far, unknown)]
+    for factors in rows:
+        assert factors[:2] == [1, 1] and factors == sorted(factors) and factors[-1] > factors[-2]
+    for nearer, further in itertools.pairwise(rows):
+        assert all(a <= b for a, b in zip(nearer, further, strict=True))
+    assert doubt_of(far).typical > doubt_of(cell).typical
 
 
-def test_the_group_that_counts_most_is_named_where_it_is_more_than_what_is_common():
-    assert ERRORS.weakest({PRODUCTS: 0.7, ATTENTION: 0.3}) is ATTENTION
-    assert ERRORS.weakest({PRODUCTS: 0.7, ATTENTION: 0.1}) is None
-
-
-def test_margins_grow_with_the_confidence_from_nothing():
-    factors = [ERRORS.factor({PRODUCTS: 1.0}, c) for c in (0.5, 0.8, 0.9, 0.95, 0.99)]
-    assert factors[0] == 1 and factors == sorted(factors)
-    assert factors[2] == pytest.approx(math.exp(0.05 * student.ppf(0.9, 4)))
-
-
-def test_a_group_that_leans_to_shorter_times_takes_its_share_of_that_off_the_margin():
-    """Never below none; and the least factor is below that of any shares and sizes, and reached."""
-    straight = replace(ERRORS, groups={PRODUCTS: GroupError(0.04),
-                                       ATTENTION: GroupError(0.12, 0.1)})
-    leaning = replace(ERRORS, groups={PRODUCTS: GroupError(0.04),
-                                      ATTENTION: GroupError(0.12, 0.1, -0.06)})
-    assert leaning.lean({PRODUCTS: 0.5, ATTENTION: 0.5}) == pytest.approx(-0.03)
-    shares = {PRODUCTS: 0.7, ATTENTION: 0.3}
-    assert leaning.factor(shares, 0.9) == pytest.approx(
-        straight.factor(shares, 0.9) * math.exp(-0.018))
-    assert leaning.factor({ATTENTION: 1.0}, 0.55) == 1.0
-    rng = np.random.default_rng(1)
-    for confidence in (0.6, 0.8, 0.95):
-        least = leaning.least_factor(confidence)
-        drawn = [leaning.factor({PRODUCTS: 1 - share, ATTENTION: share}, confidence, sizes)
-                 for share, sizes in zip(rng.uniform(0, 1, 200), rng.uniform(1, 9, 200),
-                                         strict=True)]
-        assert 1 <= least <= min(drawn) + 1e-12
-    near = min(leaning.factor({ATTENTION: share}, 0.95, 1e9) for share in np.linspace(0, 1, 1001))
-    assert near == pytest.approx(leaning.least_factor(0.95), rel=1e-6)
-
-
-def test_every_table_belongs_to_a_group():
-    tables = [operator.value for operator in Operator] + [kind.value for kind in MessageKind]
-    assert {group_of(name) for name in tables} | {group_of("step_overhead")} == set(OperatorGroup)
+def test_a_promise_is_the_share_of_left_out_runs_that_kept_it():
+    found = doubt_of(measured_cells()[0])
+    for confidence, log in found.quantiles:
+        assert confidence <= 0.5 or found.factor(confidence) == pytest.approx(
+            max(math.exp(log), 1.0))
 
 
 @pytest.mark.parametrize("engine", catalog.names("engine"))
-def test_every_engine_has_errors_on_every_gpu(engine):
+def test_there_is_a_doubt_about_every_engine_on_every_gpu(engine):
+    model = catalog.model("llama-3.1-8b")
     for device in map(catalog.device, catalog.names("device")):
-        errors = engine_errors(device, engine)
-        assert errors.checked and 0 < errors.spread(dict.fromkeys(OperatorGroup, 0.2)) < 0.5
-
-
-def test_an_error_carried_over_to_another_generation_is_wider_and_one_of_nobody_widest():
-    hopper, ada = (engine_errors(catalog.device(name), "vllm") for name in ("H100", "L4"))
-    ampere = engine_errors(catalog.device("A100-80"), "vllm")
-    assert ada.common == pytest.approx(math.hypot(ampere.common, CARRIED))
-    assert "carried over" in ada.checked and "carried over" not in hopper.checked
-    assert engine_errors(catalog.device("H100"), "xgpt") is UNCALIBRATED
-    assert engine_errors(catalog.device("H100"), "sglang") == hopper  # that it is like
-
-
-def test_a_group_is_raised_with_all_of_its_tables():
-    source = Roofline(catalog.model("opt-13b"), catalog.device("A40"), "float16")
-    raised, table = Raised(source, PRODUCTS, 1.5), Raised(source, TableKey("head"), 1.5)
-    for operator, factor in ((Operator.LAYER_REST, 1.5), (Operator.HEAD, 1.5),
-                             (Operator.DECODE_ATTENTION, 1.0)):
-        plain = source.operator_s(operator, 8.0, 100.0)
-        assert raised.operator_s(operator, 8.0, 100.0) == pytest.approx(factor * plain)
-    assert table.operator_s(Operator.LAYER_REST, 8.0) == source.operator_s(Operator.LAYER_REST, 8.0)
-    host = Raised(source, OperatorGroup.HOST, 2.0).facts.step_overhead_s
-    assert host == pytest.approx(2 * source.facts.step_overhead_s)
+        found = Roofline(model, device, "float16", engine=engine).doubt(2)
+        assert found.factor(0.9) > 1 and found.words.startswith(found.level)

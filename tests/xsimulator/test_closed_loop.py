@@ -11,7 +11,6 @@ from xgpt.app.schedule import job_with_times
 from xgpt.core import catalog
 from xgpt.core.problem import QueryLengths, QueryTimes
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import Operator
 from xscheduler.evaluator import predict
 from xsimulator.addresses import address_of
@@ -29,7 +28,7 @@ JOB = {"model": MODEL.name, "cluster": "2xH100", "plan": {"engine": "xgpt"},
 
 
 def step_s(*what: float) -> float:
-    return sum(STEPS.parts(*what))
+    return STEPS.of(*what)
 
 
 def test_one_request_at_a_time_takes_its_own_steps():
@@ -87,27 +86,6 @@ def test_cached_input_tokens_are_attended_to_but_not_encoded():
     attention_s = (1 - 0.8**2) * STEPS.encode_attention_s(1000, 1)
     assert found.ttft_s == pytest.approx(step_s(200, 1, 0, 0.0, attention_s))
     assert found.tpot_s == pytest.approx(simulate_loop(LOOP, STEPS).tpot_s)
-
-
-def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace():
-    loop = replace(LOOP, concurrency=64, output_tokens=200)
-    alone, quick, slow = (simulate_loop(replace(loop, stream_s=stream_s), STEPS)
-                          for stream_s in (0.0, 1e-6, 1e-3))
-    assert quick.tpot_s == pytest.approx(alone.tpot_s, rel=1e-3)
-    assert slow.tpot_s == pytest.approx(64e-3, rel=0.05)
-
-
-def test_time_is_shared_out_by_operator_group():
-    """One request alone: a step that encodes, then one for each of its other tokens."""
-    found = simulate_loop(replace(LOOP, concurrency=1), STEPS)
-    assert sum(found.shares.values()) == pytest.approx(1.0)
-    assert min(found.shares.values()) > 0
-    many = simulate_loop(replace(LOOP, concurrency=64), STEPS)
-    host = OperatorGroup.HOST
-    assert many.shares[host] < found.shares[host]  # shared by 64
-
-
-# --- addresses of arrays ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("array", [

@@ -28,8 +28,8 @@ from xrunner.files.generation import generation_rules, ignored_settings
 from xsimulator.measured_loops import (
     ServingPoint,
     choices,
+    doubt_about,
     errors_of,
-    margin_of,
     own_points,
     predicted,
     share_kept,
@@ -252,14 +252,14 @@ def of_own_loops(path: Path) -> dict[str, Any]:
     for gpu, engine in places:
         own = [point for point in points if (point.device, point.row) == (gpu, engine)]
         rows += [{"source": path.stem, "gpu": gpu, "engine": engine, "operator": operator,
-                  "half": "", **errors_of([getattr(times[point], name) for point in own],
+                  "left_out": "", **errors_of([getattr(times[point], name) for point in own],
                                           [getattr(point, name) for point in own])._asdict()}
                  for operator, name in OPERATORS.items()]
 
-    def margin(point: ServingPoint) -> float:
-        return margin_of(point, times[point], CONFIDENCE)
+    def factor(point: ServingPoint) -> float:
+        return doubt_about(point).factor(CONFIDENCE)
 
-    choosers = [{"half": "", "margin": name, **choices(points, times, of)._asdict()}
-                for name, of in (("none", lambda _: 1.0), (f"confidence {CONFIDENCE:g}", margin))]
+    choosers = [{"left_out": "", "margin": name, **choices(points, times, of)._asdict()}
+                for name, of in (("none", lambda _: 1.0), (f"confidence {CONFIDENCE:g}", factor))]
     return {"rows": rows, "choosers": [one for one in choosers if one["cases"]],
-            "kept": [[CONFIDENCE, share_kept(points, times, CONFIDENCE)]]}
+            "kept": {path.stem: [[CONFIDENCE, share_kept(points, times, factor)]]}}

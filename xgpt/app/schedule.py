@@ -142,8 +142,8 @@ class Plan(Printed):
     def __str__(self) -> str:
         prediction, job, problem = self.prediction, self.opened.job, self.opened.problem
         return plan_screen(self.schedule, problem, PlanTimes(
-            source=source_words(self.timing, problem.cluster, job.plan_engine),
-            expected=prediction, by_engine=self.by_engine,
+            source=source_words(self.timing, self.schedule.estimate, problem.cluster.device.name,
+                                job.plan_engine), expected=prediction, by_engine=self.by_engine,
             sharing=prefix_lines(problem, self.schedule, prediction, self.timing)),
             str(job.source), is_here=self.opened.is_local or job.slurm is not None)
 

@@ -5,12 +5,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from xgpt.core import catalog
-from xgpt.core.cluster import Cluster
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule, SizeTried, Status
+from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
 from xgpt.core.units import FP8, format_bytes, format_seconds
 from xgpt.report.figures import percent, plain, rates
 from xgpt.report.table import OF_JOB, alternative_cells, fact, paragraph, table
@@ -19,6 +17,7 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.admission_choice import room_words
 from xscheduler.layouts import LAYOUT_NOTE
+from xscheduler.margin import doubt_of_estimate
 from xscheduler.replicas import replica_sizes
 from xsimulator.replay.prediction import JobPrediction
 
@@ -38,19 +37,15 @@ class PlanTimes:
     sharing: Sequence[str] = ()
 
 
-def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
+def source_words(timing: TimingSource, estimate: Estimate, device: str, engine: str) -> str:
     """Whose times a plan has, where they come from, and how far off such times were."""
-    if not isinstance(timing, Roofline):
+    doubt = doubt_of_estimate(timing, estimate)
+    if doubt is None:
         return timing.provenance()
-    name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
-    words, like = engine.replace(f"{VLLM}-", "vLLM "), catalog.engine(engine).like
-    text, of = f"{ENGINE_WORDS.get(engine, words)} on {name}, by data sheets", "; "
-    if error is None and like and (error := catalog.request_error(name, like)) is not None:
-        of = f" and constants of {like}; never compared with a run; of {like} "
-    if error is not None:
-        return f"{text}{of}{error[1]} published runs: {error[0]:.0%} off in the mean"
-    never = engine == OWN_ENGINE and cluster.num_devices > 1 and cluster.device.kind == "gpu"
-    return f"{text}; never compared with a run" + ", and never run on several GPUs" * never
+    words = ENGINE_WORDS.get(engine, engine.replace(f"{VLLM}-", "vLLM "))
+    source = f"{words} on {device}, computed" if isinstance(timing, Roofline) else (
+        timing.provenance())
+    return f"{source}; {doubt.words}"
 
 
 def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file: str, *,

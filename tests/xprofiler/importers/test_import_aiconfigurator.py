@@ -212,7 +212,7 @@ def test_all_reduce_sizes_are_elements_and_graph_kernels_count(tables: Path) -> 
     skew_s = float(times[0]) - 0.1e-3
     # what this engine's ranks wait for each other is added once, and is little
     assert skew_s == pytest.approx(engine_constants(A100, "vllm").synchronisation_s[0][1])
-    assert skew_s < 5e-6
+    assert skew_s < 10e-6
 
 
 def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables: Path) -> None:

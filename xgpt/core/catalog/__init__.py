@@ -59,8 +59,8 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """An inference engine that schedules are planned for: its limits, constants and errors.
-    `constants` and `errors` are by GPU generation and field."""
+    """An inference engine that schedules are planned for: its limits and constants.
+    `constants` are by GPU generation and field."""
 
     name: str
     releases: Sequence[str]  # that the row rests on; `0.32+`: that one and later ones
@@ -79,9 +79,7 @@ class EngineRow:
     int8_cache: bool = False  # and caches of int8
     splits: bool = False  # and experts over ranks, and attention by requests (core.model.Split)
     fp8_cache: bool = True  # whether models in fp8 have their cache in fp8
-    stream_s: float = 0.0  # seconds of its front end for each token that it sends on
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # xprofiler.constants
-    errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of computed times
 
 
 def names(kind: Kind) -> list[str]:
@@ -201,8 +199,8 @@ def accuracy() -> Mapping[str, Any]:
 @cache
 def request_error(device_name: str, engine_name: str) -> tuple[float, int] | None:
     """(mean error of the computed time of a request, number of published runs) of an engine on a
-    GPU, by runs that no constant was fitted to; None where there are none."""
-    rows = [row for row in accuracy()["rows"] if row["half"] == "test" and (
+    GPU, where its model's shape was left out of the fit; None where there are none."""
+    rows = [row for row in accuracy()["rows"] if row["left_out"] == "shape" and (
         row["gpu"], row["engine"], row["operator"]) == (device_name, engine_name, "request")]
     return (rows[0]["mean"], rows[0]["cases"]) if rows else None
 

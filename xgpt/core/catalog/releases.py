@@ -20,8 +20,7 @@ def engine_rows() -> list[dict[str, Any]]:
     found = []
     for row in map(catalog.engine, catalog.names("engine")):
         judged = [case for case in catalog.accuracy()["rows"] if case["engine"] == row.name and (
-            case["operator"], case.get("left_out", "shape" if case.get("half") == "test" else
-                                       case.get("half"))) in _RUNS]
+            case["operator"], case["left_out"]) in _RUNS]
         cases = sum(case["cases"] for case in judged)
         error = sum(case["cases"] * case["mean"] for case in judged) / cases if cases else None
         found.append({"engine": row.name, "releases": list(row.releases), "date": row.date,
@@ -50,12 +49,11 @@ def row_named(text: str) -> str:
     if not measured:
         raise ValueError(f"nobody measured a release of {named[1]}; allowed: {allowed}")
     release, row = min(reversed(measured), key=lambda one: abs(_number(one[0]) - asked))
-    level = catalog.accuracy().get("levels", {}).get("neighbour")
-    words = f"; of another release: neighbour, typical error {level['mean']:.0%}" if level else ""
+    error = catalog.accuracy()["levels"]["neighbour"]["mean"]
     raise ValueError(
         f"nobody measured this release; the nearest measured one is {release} (plan.engine: "
-        f"{row['engine']}; {row['cases']} published cases, {row['error']:.0%} off in the mean"
-        f"{words}); allowed: {allowed}")
+        f"{row['engine']}; {row['cases']} published cases, {row['error']:.0%} off in the mean; of "
+        f"another release: neighbour, typical error {error:.0%}); allowed: {allowed}")
 
 
 def _number(release: str) -> int:
