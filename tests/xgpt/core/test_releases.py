@@ -1,6 +1,7 @@
 """Releases of engines: which row stands for one, and what is said of one that nobody measured."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,9 @@ def test_the_table_of_the_documents_has_every_row_and_its_releases():
         releases, date = rows[row.name]
         assert all(one.replace("+", " and later") in releases for one in row.releases), row.name
         assert date == row.date, row.name
+
+
+def test_a_release_that_nobody_measured_differs_from_the_row_it_is_like_in_name_alone():
+    like, row = (asdict(catalog.engine(name)) for name in ("vllm", "vllm-0.32"))
+    told = {"name", "releases", "source", "date", "like", "constants", "errors"}
+    assert {key for key in like if like[key] != row[key]} <= told
