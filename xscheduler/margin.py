@@ -280,7 +280,7 @@ def _remedy(doubt: Doubt, confidence: float) -> str:
     """Ways to a smaller margin than that of computed times, in words."""
     lower = [f"{doubt.factor(own) - 1:.0%} at {own:g}" for own in (0.9, 0.8, 0.7)
              if own < confidence]
-    return (". Only the margin exceeds the limit. To make it smaller, use a profile measured on "
+    return ("Only the margin exceeds the limit. To make it smaller, use a profile measured on "
             "such GPUs, measurements of your own (`xgpt calibrate`), an engine that was compared "
             "with runs on such GPUs (plan.engine), or a lower constraint.confidence (margin for "
             f"the times: {', '.join([*lower, 'none at 0.5'])})")

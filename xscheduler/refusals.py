@@ -89,7 +89,8 @@ def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Fe
     margin = "" if factor <= 1.001 else (
         f" with its margin ({format_seconds(best.replayed.latency_s)} as simulated; "
         f"{keeps.margin(best.cell, best.point).sentence})")
-    remedy = keeps.margin(best.cell, best.point).remedy if margin else ""
+    is_by_margin = margin and best.replayed.latency_s <= bound_s  # nothing else exceeds the limit
+    remedy = keeps.margin(best.cell, best.point).remedy if is_by_margin else ""
     qps = best.cell.copies * best.replayed.throughput_qps
     return InfeasibleError(
         f"no schedule was found that keeps the limit of {format_seconds(bound_s)} for a request "

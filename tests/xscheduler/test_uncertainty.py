@@ -10,6 +10,7 @@ from profiles import metadata
 
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import joint_empirical, truncated_normal, with_output_moments
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
@@ -285,3 +286,15 @@ def test_the_rest_of_a_job_has_no_sampling_error():
     left = Margins(problem, whole.evaluator, is_of_job=False)
     assert left.margin(estimate).factor == 1 < whole.margin(estimate).factor
     assert "sample" in whole.margin(estimate).sentence
+
+
+@pytest.mark.parametrize(("limit_s", "by_margin"), [(0.001, False), (None, True)])
+def test_a_refusal_blames_the_margin_only_where_nothing_else_exceeds_the_limit(limit_s, by_margin):
+    problem = toy_problem(latency_s=1e-3)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    with pytest.raises(InfeasibleError) as caught:
+        plan(problem, roofline_of(problem))
+    limit_s = limit_s or 1.01 * caught.value.tightest_s
+    with pytest.raises(InfeasibleError) as caught:
+        plan(toy_problem(latency_s=limit_s), timing)
+    assert ("Only the margin exceeds the limit" in str(caught.value)) == by_margin
