@@ -305,7 +305,7 @@ class Roofline:
         """The doubt about these times on a group of `tp_degree`, in a pipeline of `stages`."""
         model, device, _ = self._of
         weights = self._weight_dtype if self._weight_dtype in EIGHT_BITS else ""
-        unseen = "pipeline stages" if stages > 1 else (
+        unseen = "several stages or pools" if stages > 1 else (
             "" if model.split == Split() else "expert parallelism")
         return doubt_of(Cell(self._engine, device.name, shape_of(model), weights, tp_degree),
                         unseen)
