@@ -53,8 +53,7 @@ class Kernels:
         c = self.constants
         m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
         padded = (m + self._half(c.fp8_half_rows, number)) * (
-            n + _own(c.fp8_half_columns, c.gemm_half_columns)) * (
-            k + _own(c.fp8_half_depth, c.gemm_half_depth))
+            n + self._fp8_half_columns(number)) * (k + _own(c.fp8_half_depth, c.gemm_half_depth))
         compute_s = 2 * padded / (self._rates[self._weights] * c.fp8_flops_share)
         moved = n * k + m * (k + n * self.item_bytes)
         memory_s = moved / (self.bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
@@ -66,6 +65,15 @@ class Kernels:
         have one shape of tiles, which cannot fit the rows of each as a single product's do: the
         half tile of the device's kind is empty, at least."""
         return half_rows if number is None else max(half_rows, self._half_tile)
+
+    def _fp8_half_columns(self, number: FloatArray | None) -> FloatArray | float:
+        """Columns at which an fp8 product reaches half of its rate. What it needs beyond a product
+        of 16 bits occupies the device, not its own tiles: products launched together share it."""
+        c = self.constants
+        half = _own(c.fp8_half_columns, c.gemm_half_columns)
+        beyond = max(half - c.gemm_half_columns, 0.0)
+        shared = 1.0 if number is None else np.maximum(number, 1.0)
+        return half - beyond + beyond / shared
 
     def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
         """Seconds to read and write the operands and result of a large kernel."""
