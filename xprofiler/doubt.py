@@ -3,8 +3,8 @@
 A cell is an engine version, GPU, model shape, dtype of the weights and tensor-parallel degree of
 which whole runs were published and constants fitted to. A prediction is of a measured cell, of a
 neighbour (one of these differs), or far from all; of an unknown engine nothing was measured. The
-errors of each level are those of published
-runs that were left out of the fit in whole groups (benchmarks/published/left_out.py)."""
+errors of each level are those of published runs that were left out of the fit in whole groups
+(benchmarks/published/left_out.py)."""
 
 import math
 import re
@@ -119,9 +119,9 @@ def level_between(cell: Cell, measured: Iterable[Cell]) -> LevelName:
 def _nearest(cell: Cell, measured: Iterable[Cell]) -> tuple[str, ...] | None:
     """Differences of the cell from the nearest measured one of its engine, in words; () if it is
     one of them, None if there is none."""
-    own = _unversioned(cell.engine)
+    own = _family(cell.engine)
     return min((_differences(cell, one) for one in measured
-                if _unversioned(one.engine) == own), key=len, default=None)
+                if _family(one.engine) == own), key=len, default=None)
 
 
 def _differences(cell: Cell, other: Cell) -> tuple[str, ...]:
@@ -141,8 +141,13 @@ def _differences(cell: Cell, other: Cell) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _unversioned(engine: str) -> str:
-    return re.sub(r"-[0-9.]+$", "", engine)
+@cache
+def _family(engine: str) -> str:
+    """The release of the engine that others of its rows take their constants from. A release with
+    constants of its own is another engine: vLLM 0.2 says nothing of 0.14."""
+    name = re.sub(r"-[0-9.]+$", "", engine)
+    known = engine in catalog.names("engine")
+    return name if not known or catalog.engine(engine).like == name else engine
 
 
 def _level(name: LevelName, why: str) -> Doubt:

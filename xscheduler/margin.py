@@ -52,6 +52,7 @@ from xgpt.core.lengths import (
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin
 from xgpt.core.units import format_seconds
+from xprofiler.doubt import LEVELS as DOUBTS
 from xprofiler.doubt import Doubt
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
@@ -273,7 +274,7 @@ def doubt_of_estimate(timing: object, estimate: Estimate) -> Doubt | None:
     stages = estimate.deployment.stages
     doubts = [timing.doubt(degree, len(stages))
               for degree in dict.fromkeys(stage.tp_degree for stage in stages)]
-    return max(doubts, key=lambda doubt: doubt.typical)
+    return max(doubts, key=lambda doubt: DOUBTS.index(doubt.level))
 
 
 def _remedy(doubt: Doubt, confidence: float) -> str:

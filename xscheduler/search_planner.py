@@ -331,10 +331,11 @@ def _as_good(search: Search, keeps: Feasibility, is_wanted: Callable[[Cell], boo
 
 def _near(timing: TimingSource, found: Sequence[Found], stages: int) -> float:
     """Share of throughput within which a placement of so many stages ties with `found`. No measured
-    run had a pipeline, so one stage ties within the typical error of its times."""
-    doubts = [doubt_of_estimate(timing, one.replayed.estimate) for one in found]
-    errors = [doubt.typical for doubt in doubts if doubt is not None and doubt.level == "far"]
-    return max(errors, default=NEAR) if stages == 1 else NEAR
+    run had several stages, so one ties with them within the typical error of their times."""
+    doubts = [doubt_of_estimate(timing, one.replayed.estimate) for one in found
+              if stages == 1 < len(one.replayed.estimate.deployment.stages)]
+    return max((doubt.typical for doubt in doubts if doubt is not None and doubt.level == "far"),
+               default=NEAR)
 
 
 def _kind_of(name: str) -> Kind:

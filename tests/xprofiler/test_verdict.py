@@ -120,6 +120,7 @@ SEEN = Cell("vllm", "H100", Shape(32, 4096, 32, 8, 14336, 0), "", 2)
     ({"weights": "fp8"}, "neighbour", ("weights of fp8",)),
     ({"gpu": "H200", "tp_degree": 8}, "far", ("this device", "degree 8")),
     ({"engine": "sglang"}, "unknown engine", ("no run of sglang",)),
+    ({"engine": "vllm-0.2"}, "unknown engine", ("no run of vllm-0.2",)),  # other constants
     ({"shape": Shape(32, 4096, 32, 8, 14336, 8)}, "far", ("this mixture of experts",))])
 def test_the_level_of_doubt_counts_what_differs_from_the_nearest_measured_cell(
         monkeypatch, change, level, words):
