@@ -137,7 +137,8 @@ def validate(folder: Path) -> Validation:
         points, table, times[table], times[""])]
     return Validation(
         compared=(*compared, *(part for table, own in times.items()
-                               for part in of_serving(points, own, table))),
+                               for part in of_serving(points, own, table)
+                               if not table or part.operator == "request")),
         choosers=tuple(_choosers(points, {name: times[name] for name in ("", "shape")}, errors)),
         errors=(*errors, *of_bloom(compared), *of_engines(folder, points), *of_jobs(folder, cells)),
         cells=cells | {*fitted_cells(folder)})
