@@ -49,13 +49,11 @@ class Cell(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
     """Doubt about computed times. `why`: sentence part that says what was, or was not, measured.
-    `runs`: published ones that the level's errors come from. `typical`: their mean error, a share.
-    `quantiles`: (probability, logarithm of measured over computed latency that is not exceeded with
-    it), ascending."""
+    `typical`: mean error of the level's left-out runs, a share. `quantiles`: (probability,
+    logarithm of measured over computed latency that is not exceeded with it), ascending."""
 
     level: LevelName
     why: str
-    runs: int
     typical: float
     quantiles: tuple[tuple[float, float], ...]
 
@@ -152,5 +150,5 @@ def _family(engine: str) -> str:
 
 def _level(name: LevelName, why: str) -> Doubt:
     row = catalog.accuracy()["levels"][name]
-    return Doubt(level=name, why=why, runs=row["cases"], typical=row["mean"],
+    return Doubt(level=name, why=why, typical=row["mean"],
                  quantiles=tuple((chance, log) for chance, log in row["quantiles"]))

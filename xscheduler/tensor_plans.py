@@ -6,6 +6,7 @@ the network. All values of tp_gpus are searched, because neither memory nor thro
 in it. From MANY_NODES nodes on, tp_gpus is none, one node, half, 3/4 or all of the devices."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from xgpt.core.cluster import Cluster
@@ -34,6 +35,11 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
     `timing` has times for. Raises InputError with the reason if there is none."""
     cluster, fixed = problem.cluster, problem.fixed
     plans, reasons = _allocatable(problem, fixed)
+    degrees = [own for own in _degrees(problem) if own <= cluster.num_devices]
+    for name, parts in asdict(problem.model.split).items():
+        if not plans and fixed.tp_degree is None and all(degree % parts for degree in degrees):
+            raise wrong("schedule", f"schedule.{name}", parts, "a divisor of a group's degree: "
+                        f"{', '.join(map(str, degrees))} on {cluster.num_devices} devices")
     if not plans:
         key = "tp_degree" if fixed.tp_gpus is None else "tp_gpus"
         raise wrong("schedule", f"schedule.{key}", getattr(fixed, key), reasons[0] if reasons else

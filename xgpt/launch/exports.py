@@ -23,7 +23,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, Split
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
-from xgpt.core.units import DTYPE_BYTES, FP8
+from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.launch.slurm_jobs import quoted
 
 _JOBSET = Template("""\
@@ -198,6 +198,8 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
         *(() if files is None else (_LINES,) if problem.model.split.is_asked else _OFFLINE),
         *([f"{name} is a shape of the catalog: put its checkpoint there."] if name == (
             problem.model.name) and "/" not in name else []),
+        *(["Planned with weights of int8, which vLLM takes from a checkpoint alone: name one."]
+          if problem.weight_dtype == INT8 else []),
         *([] if has_chunks else ["Inputs are planned to be prefilled whole" + (
             f", {budget} tokens a step at most." if budget else ".")]),
         *_unsaid(schedule, pool)))

@@ -9,7 +9,7 @@ from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
-from xgpt.core.units import FP8, format_bytes, format_seconds
+from xgpt.core.units import EIGHT_BITS, format_bytes, format_seconds
 from xgpt.report.figures import percent, plain, rates
 from xgpt.report.table import OF_JOB, alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
@@ -56,7 +56,8 @@ def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file
     near = os.path.relpath(job_file)
     name = near if len(near) < len(job_file) else job_file
     run = f"xgpt submit {name}" + ", on such a cluster" * (not is_here)
-    if problem.model.split.is_asked or FP8 in (problem.weight_dtype, problem.kv_dtype):
+    is_narrow = not {problem.weight_dtype, problem.kv_dtype}.isdisjoint(EIGHT_BITS)
+    if problem.model.split.is_asked or is_narrow and problem.cluster.device.kind == "gpu":
         run = f"xgpt schedule {name} --export {VLLM}, with vLLM by itself"  # no runner under xgpt
     following = (f"run it: {run}\nwhy:    xgpt explain {name}"
                  if os.path.exists(job_file) else f"next:   --save {name} writes the job file")

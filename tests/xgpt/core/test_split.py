@@ -129,3 +129,12 @@ def test_a_split_that_is_not_executed_is_refused_by_file_key_and_value(changed, 
     mistake = found[f"schedule.{key}"]
     assert "job.yaml" in mistake.file and said in mistake.allowed
     assert mistake.value == changed["schedule"][key]
+
+
+@pytest.mark.parametrize(("key", "value"), [("ep_degree", 16), ("attention_dp", 3)])
+def test_a_split_that_no_group_here_can_have_is_refused_by_key_and_value(key, value):
+    with pytest.raises(InputError) as refused:
+        plan(opened({key: value}))
+    (mistake,) = refused.value.mistakes
+    assert (mistake.key, mistake.value) == (f"schedule.{key}", value)
+    assert mistake.allowed == "a divisor of a group's degree: 1, 2, 4, 8 on 8 devices"

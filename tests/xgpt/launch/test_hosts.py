@@ -216,11 +216,13 @@ def test_the_parts_answers_are_put_together_in_order(tmp_path, each):
 
 
 def test_eight_bits_and_a_catalog_name_are_said_in_vllms_words():
-    eight = replace(PROBLEM, weight_dtype="fp8", kv_dtype="fp8",
-                    model=replace(PROBLEM.model, hub_id="org/some"))
-    words = vllm_command(continuous(), eight, model="some", times_of="vllm", files=None).words
-    assert words[:3] == ("vllm", "serve", "org/some")
-    assert words[-4:] == ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
+    eight = replace(PROBLEM, weight_dtype="fp8", kv_dtype="fp8", model=replace(
+        PROBLEM.model, hub_id="org/some"))
+    own, narrow = (vllm_command(continuous(), one, model="some", times_of="vllm", files=None)
+                   for one in (eight, replace(eight, weight_dtype="int8")))
+    assert own.words[:3] == ("vllm", "serve", "org/some")
+    assert own.words[-4:] == ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
+    assert "--quantization" not in narrow.words and "checkpoint alone" in " ".join(narrow.notes)
 
 
 def test_two_pools_and_static_batches_are_refused():
@@ -236,7 +238,6 @@ def test_two_pools_and_static_batches_are_refused():
 
 # Ranks that are started ahead serve like those that are started when they are wanted, take run
 # after run, and are started anew where they cannot.
-
 
 # Waits like xrunner.rank.standby; writes its process id where it is told to, and ends or stays as
 # that file says.
