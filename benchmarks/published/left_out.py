@@ -48,7 +48,7 @@ WORKLOAD = "workload"  # its cells stay measured: other workloads of them are fi
 class LeftOut(NamedTuple):
     """A run predicted by constants fitted without its group. `log`: logarithm of measured over
     computed time. `fitted`: the same by constants fitted to all runs, and to this one too.
-    `weight`: of the run among its level's."""
+    `weight`: of the run among its level's. `run`: what was measured, where other tables have it."""
 
     table: str
     group: tuple[object, ...]
@@ -56,6 +56,7 @@ class LeftOut(NamedTuple):
     log: float
     fitted: float
     weight: float = 1.0
+    run: ServingPoint | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def left_out(points: Sequence[ServingPoint], table: str,
                     if table == WORKLOAD or key(other) != key(point)}
         yield LeftOut(table, key(point), level_between(cells[point], measured),
                       *(float(np.log(point.latency_s / found[point].latency_s))
-                        for found in (times, fitted)))
+                        for found in (times, fitted)), run=point)
 
 
 def of_bloom(compared: Sequence[Compared]) -> Iterator[LeftOut]:
@@ -209,16 +210,19 @@ def quantiles(logs: ArrayLike, weights: ArrayLike, chances: ArrayLike) -> FloatA
 def kept(errors: Sequence[LeftOut], table: str, confidences: Sequence[float]
          ) -> list[tuple[float, float]]:
     """(confidence promised, share of the table's runs that kept it). Each run is promised by the
-    errors of its level without those of its own group."""
+    errors of its level without those of its own group: of that group's runs in any table. Like the
+    margin (xprofiler.doubt), a limit is never below the computed time, and that at 0.5."""
     own = [one for one in errors if one.table == table]
-    shares = []
-    for confidence in confidences:
-        limits = {key: np.quantile([one.log for one in errors if one.level == key[1] and (
-            one.table, one.group) != (table, key[0])], confidence)
-            for key in {(one.group, one.level) for one in own}}
-        shares.append((confidence, float(np.mean([
-            one.log <= limits[one.group, one.level] for one in own]))))
-    return shares
+    limits = {}
+    for group, level in {(one.group, one.level) for one in own}:
+        runs = {one.run for one in own if one.group == group} - {None}
+        others = [one.log for one in errors if one.level == level and one.run not in runs and (
+            one.table, one.group) != (table, group)]
+        limits[group, level] = [max(float(np.quantile(others, confidence)), 0.0) * (
+            confidence > 0.5) for confidence in confidences]
+    return [(confidence, float(np.mean([
+        one.log <= limits[one.group, one.level][place] for one in own])))
+        for place, confidence in enumerate(confidences)]
 
 
 def cell_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:

@@ -102,6 +102,15 @@ def test_a_promise_is_judged_by_runs_of_other_groups():
     errors += [error("shape", "b", "neighbour", math.log(2)) for _ in range(100)]
     ((_, share),) = kept(errors, "shape", (0.9,))
     assert share == 0.5, "those of a, by the errors of b; none of b, by those of a"
+    again = [one._replace(run=place) for place, one in enumerate(errors)]
+    again += [one._replace(table="degree") for one in again]
+    assert kept(again, "shape", (0.9,)) == kept(errors, "shape", (0.9,)), "nor from another table"
+
+
+def test_a_promise_is_never_below_the_computed_time_nor_above_it_at_a_half():
+    errors = [error("shape", str(place), "neighbour", log)
+              for place, log in enumerate((-0.3, -0.2, -0.1, -0.05, 0.1))]
+    assert kept(errors, "shape", (0.5, 0.6)) == [(0.5, 0.8), (0.6, 0.8)]
 
 
 def test_a_level_is_never_surer_than_a_nearer_one():

@@ -19,8 +19,10 @@ README = readme.README.read_text(encoding="utf-8")
 MOST_CELL = 160  # chosen: a line of a table that a screen shows
 
 
-def test_the_readme_is_as_its_command_makes_it():
-    assert readme.rewritten(README) == README, "python docs/readme.py"
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
+def test_a_page_is_as_its_command_makes_it(page):
+    text = page.read_text(encoding="utf-8")
+    assert readme.rewritten(text, readme.PAGES[page]()) == text, "python docs/readme.py"
 
 
 def test_a_row_of_the_results_has_a_date_a_machine_and_a_page():
@@ -42,7 +44,7 @@ def test_the_page_of_a_result_has_its_figures():
 
 def test_a_part_of_the_readme_without_its_markers_is_found():
     with pytest.raises(SystemExit, match="results"):
-        readme.rewritten(README.replace("<!-- results -->", ""))
+        readme.rewritten(README.replace("<!-- results -->", ""), readme.blocks())
 
 
 def test_the_readme_s_python_is_an_example_that_is_run():
