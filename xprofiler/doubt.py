@@ -102,7 +102,8 @@ def doubt_of(cell: Cell, unseen: str = "", own: tuple[Cell, ...] = ()) -> Doubt:
     if unseen:
         return _level("far", f"no run with {unseen} was compared")
     if not found:
-        return _level(level, "runs of this model, device and degree were compared")
+        whose = "your runs" if cell in own else "runs"
+        return _level(level, f"{whose} of this model, device and degree were compared")
     *first, last = dict.fromkeys(found)
     what = f"{', '.join(first)} and {last} were" if first else f"{last} was"
     return _level(level, f"{what} not measured")

@@ -301,14 +301,18 @@ class Roofline:
         """Infinite: times are computed at any size."""
         return Reach(math.inf, math.inf)
 
-    def doubt(self, tp_degree: int = 1, stages: int = 1) -> Doubt:
-        """The doubt about these times on a group of `tp_degree`, in a pipeline of `stages`."""
+    def doubt(self, tp_degree: int = 1, stages: int = 1, own: tuple[Cell, ...] = ()) -> Doubt:
+        """The doubt about these times on a group of `tp_degree`, in a pipeline of `stages`. `own`:
+        cells that a user has measured."""
+        unseen = "several stages or pools" if stages > 1 else (
+            "" if self._of[0].split == Split() else "expert parallelism")
+        return doubt_of(self.cell(tp_degree), unseen, own)
+
+    def cell(self, tp_degree: int = 1) -> Cell:
+        """The conditions that these times are of, on a group of `tp_degree`."""
         model, device, _ = self._of
         weights = self._weight_dtype if self._weight_dtype in EIGHT_BITS else ""
-        unseen = "several stages or pools" if stages > 1 else (
-            "" if model.split == Split() else "expert parallelism")
-        return doubt_of(Cell(self._engine, device.name, shape_of(model), weights, tp_degree),
-                        unseen)
+        return Cell(self._engine, device.name, shape_of(model), weights, tp_degree)
 
     def provenance(self) -> str:
         """One line for reports: model, device, engine and dtypes."""

@@ -26,6 +26,7 @@ from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
 from xprofiler.constants import RooflineConstants
 from xprofiler.doubt import Cell, Doubt, doubt_of, shape_of
 from xprofiler.importers.draft import Column, Fault, fail, read_table
+from xprofiler.profile_timing import Factor, Retimed
 from xprofiler.roofline import Roofline
 from xsimulator.closed_loop import ClosedLoop, LoopTimes, StepSeconds, simulate_loop
 
@@ -115,14 +116,16 @@ def own_points(path: Path) -> list[ServingPoint]:
 
 
 def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
-              model: ModelSpec | None = None) -> LoopTimes:
+              model: ModelSpec | None = None,
+              factors: Mapping[str, Factor] | None = None) -> LoopTimes:
     """Mean TTFT, TPOT and latency of a point by simulation. constants, model: replace those of the
-    point's engine and of the catalog. The KV cache has the type of the weights, as
-    engines serve fp8 checkpoints."""
+    point's engine and of the catalog. factors: on its times, by kind of step. The KV cache has the
+    type of the weights, as engines serve fp8 checkpoints."""
     row, model = catalog.engine(point.row), model or catalog.model(point.model)
     device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
-    timing = Roofline(model, device, "bfloat16", constants, engine=point.row,
-                      weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
+    roofline = Roofline(model, device, "bfloat16", constants, engine=point.row,
+                        weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
+    timing = Retimed(roofline, factors) if factors else roofline
     link = catalog.link(LINKS.get(point.device, "pcie4-x16-p2p"))
     held, entries = (WEIGHT_BYTES[name or "bfloat16"] for name in (point.weight_dtype, kv_dtype))
     weights = (model.num_layers * layer_params_of_rank(model, point.tp_degree) * held

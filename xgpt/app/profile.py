@@ -39,6 +39,7 @@ from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import scratch_folder
 from xgpt.report.table import paragraph
 from xgpt.run_folder.state import is_asked_to_stop
+from xprofiler.calibration import Calibrated, load_calibration
 from xprofiler.points import (
     OWN_TABLE,
     disturbed_points,
@@ -79,6 +80,10 @@ def timing_of(opened: OpenedJob) -> TimingSource:
                         kv_dtype=problem.kv_dtype)
     if job.profile is not None:
         return _given_timing(opened, job.profile, roofline)
+    if job.calibration is not None and not opened.is_local:
+        calibration = load_calibration(job.calibration)
+        calibration.refuse_foreign(roofline.cell(), problem.model.name, job.calibration)
+        return Calibrated(roofline, calibration, job.calibration)
     if opened.is_local:
         kind = problem.cluster.device.kind
         # another engine brings its own

@@ -32,10 +32,10 @@ from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_s
 from xgpt.report.table import WIDTH, fact, shown
 from xgpt.report.words import controls_line, counted, placement
 from xgpt.run_folder.files import SlurmRecord, begin_clock, load_record, standard_input
-from xprofiler.roofline import Roofline
 from xrunner.backends.engine import engine_of, mistake
 from xscheduler.evaluator import predict
 from xscheduler.fallback import initial_reason
+from xscheduler.margin import Computed
 
 SCRIPT = "slurm.sh"
 # Factors of a time limit over the prediction, for measured step times and for less exact computed
@@ -337,7 +337,7 @@ def _needed(plan: Plan | None) -> Needed | None:
     predicted = predict(problem, plan.timing, plan.schedule.estimate, replays=1)
     if predicted is None:
         return None
-    slack = _COMPUTED_SLACK if isinstance(plan.timing, Roofline) else _SLACK
+    slack = _COMPUTED_SLACK if isinstance(plan.timing, Computed) else _SLACK
     weights = problem.model.num_params * DTYPE_BYTES[problem.dtype]
     load_s = predicted.load_s or weights / (cluster.num_nodes * cluster.ssd_bytes_per_s)
     return Needed(predicted.wall_s + load_s, _SETUP_S + slack * (
@@ -361,11 +361,11 @@ def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: 
     that the platform cannot run."""
     plan = plan_job(open_job(job, tell, "lengths"))
     cluster, num_devices = plan.opened.problem.cluster, plan.schedule.estimate.num_devices
-    each = min(cluster.devices_per_node, num_devices)
-    nodes = -(-num_devices // each)
+    nodes = -(-num_devices // (each := min(cluster.devices_per_node, num_devices)))
     _check(job, to, nodes)
     gpu = cluster.device.name if cluster.device.kind == "gpu" else None
-    own = ["cluster=local", f"run.ranks={num_devices}", "slurm=null"]  # as its machine is there
+    own = ["cluster=local", f"run.ranks={num_devices}", "slurm=null",  # as its machine is there
+           *["plan.calibration=null"] * bool(job.calibration)]
     said = f"chosen: {plan.schedule.estimate.policy}, " + (
         f"{plan.schedule.figures.throughput_qps:.3g} requests/s in steady state by the times of "
         f"{cluster.name}; planned again where it runs.")

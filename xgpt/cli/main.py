@@ -83,6 +83,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("xgpt.cli.init:init", "Write a job file for your model, prompts and machine."),
     "submit": ("xgpt.cli.run:submit", "Profile, plan and run a job, and write its report."),
     "profile": ("xgpt.cli.profile:profile", "Time the model's layers on this machine."),
+    "calibrate": ("xgpt.cli.calibrate:calibrate_command", "Fit computed times to your runs."),
     "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule under the latency limit."),
     "plan": ("xgpt.cli.plan:plan", "Find how many GPUs, or how long, without a job file."),
     "explain": ("xgpt.cli.schedule:explain", "Show why a job or a run has its schedule."),

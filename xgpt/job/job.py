@@ -207,6 +207,7 @@ class Job:
     quote_formulas: bool = False  # whether its cells are quoted against spreadsheet formulas
     profile: Path | None = None  # a Profile file to plan with
     plan_engine: str = OWN_ENGINE  # engine whose roofline times are used
+    calibration: Path | None = None  # a Calibration file that scales them
     price_per_hour: float | None = None  # of a device; None: the catalog's, if it has one
     adjustment: Adjustment = Adjustment()
     max_search_s: float | None = None  # seconds that the search may take; None: no limit

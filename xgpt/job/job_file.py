@@ -75,6 +75,7 @@ class _Plan:
         lambda value: row_named(value if isinstance(value, str) else ""), anyOf=lambda: [
             {"enum": catalog.names("engine")},
             {"type": "string", "pattern": r"^[a-z-]+-v?[0-9]+\.[0-9]+"}])] = None
+    calibration: Annotated[Path | None, file_of("a calibration file, from `xgpt calibrate`")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +228,8 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         output=output,
         results=results_of(own.results, workload.requests, output, reading),
         quote_formulas=own.quote_formulas, source=Path(os.path.abspath(path)),
-        profile=own.profile, max_search_s=own.search.max_seconds)
+        profile=own.profile, calibration=own.plan.calibration,
+        max_search_s=own.search.max_seconds)
     _check(job, reading)
     check_asked(job, reading)
     if workload.only_encodes:
@@ -264,6 +266,9 @@ def _check(job: Job, reading: typed.Reading) -> None:
     elif job.constraint.objective != "throughput" and job.run.engine not in (
             OWN_ENGINE, *IN_CHILDREN):
         reading.reject("objective", f"throughput with run.engine {job.run.engine}")
+    if job.calibration is not None and (job.profile is not None or job.cluster == LOCAL_CLUSTER):
+        reading.reject("plan.calibration", "left out where step times are measured: with "
+                       f"`profile`, and on `cluster: {LOCAL_CLUSTER}`")
     for key in ("makespan_s", "deadline_s"):
         if reading.has(f"constraint.{key}") and not (
                 job.workload.requests or job.workload.count):

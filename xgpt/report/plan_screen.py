@@ -13,6 +13,7 @@ from xgpt.core.units import EIGHT_BITS, format_bytes, format_seconds
 from xgpt.report.figures import percent, plain, rates
 from xgpt.report.table import OF_JOB, alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
+from xprofiler.calibration import Calibrated
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.admission_choice import room_words
@@ -43,8 +44,11 @@ def source_words(timing: TimingSource, estimate: Estimate, device: str, engine: 
     if doubt is None:
         return timing.provenance()
     words = ENGINE_WORDS.get(engine, engine.replace(f"{VLLM}-", "vLLM "))
-    source = f"{words} on {device}, computed" if isinstance(timing, Roofline) else (
-        timing.provenance())
+    source = f"{words} on {device}, computed"
+    if isinstance(timing, Calibrated):
+        source += f"; {timing.words}"
+    elif not isinstance(timing, Roofline):
+        source = timing.provenance()
     return f"{source}; {doubt.words}"
 
 

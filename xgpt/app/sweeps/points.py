@@ -51,7 +51,7 @@ def common_key(job: Job) -> str:
 def fingerprint(job: Job) -> str:
     """Hash, 16 hex digits, of the code that plans a point and of its job's files."""
     requests = () if job.workload.requests is None else job.workload.requests.paths
-    files = (job.profile, *requests, job.workload.input_tokens.path,
+    files = (job.profile, job.calibration, *requests, job.workload.input_tokens.path,
              job.workload.output_tokens.path, Path(job.model) / "config.json")
     return _digest([_code(), *(
         hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
