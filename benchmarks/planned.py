@@ -10,11 +10,13 @@ Published runs are those of TensorRT-LLM's performance overview with the same mo
 types and lengths, at the highest tensor-parallel degree that the GPUs allow. *There* is the
 prediction of the published run itself.
 
-The second table has the problems of best_by_hand.py, with no margin and planned for vLLM: its times
-and its policies. Their lengths are distributions, of which no run was published.
+The second table has the problems of best_by_hand.py, planned for vLLM (its times and policies), as
+`xgpt schedule --horizon steady` does, with a margin on the limit. Their lengths are distributions,
+of which no run was published.
 
 *Doubt* is the level that screens show beside computed times. *Choice* names the limits that bind,
-and what the best plan of another degree would lose of the steady rate.
+a near tie with a less simple placement, and what the best plan of another degree would lose of the
+steady rate.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ LENGTHS = ((1000, 1000, 3000), (128, 2048, 3000), (2048, 128, 3000))  # input, o
 # those for which the planner chose eight stages at 4,958 tokens/s.
 LARGEST = OfflineRow(model="llama-3.1-405b", gpu="H200", weights=FP8, tp=8, input_tokens=1000,
                      output_tokens=1000, requests=3000, output_tokens_per_s=3390.0)
+SIMPLER = "a simpler placement"  # start of the planner's note on a near tie
 NONE_PUBLISHED = "no published run"
 STAGES = """The published file has no run with pipeline stages. For Llama-3.1-405B in fp8 on eight
 H200 NVIDIA reports that eight stages have 1.5 times the throughput of TP 8 (developer.nvidia.com,
@@ -159,9 +162,11 @@ def doubt_words(schedule: Schedule, timing: TimingSource) -> str:
 
 def choice(schedule: Schedule, problem: Problem) -> str:
     """A sentence: limits that bind, and what the next best degree would lose of the steady rate."""
-    limits = binding_limits(schedule, problem, schedule.bound.limit_s)
+    limits = binding_limits(schedule, problem, schedule.bound.limit_s / schedule.margin.factor)
     words = " and ".join(limits) or "no limit"
     text = f"{words[0].upper()}{words[1:]} {'bind' if limits[1:] else 'binds'}"
+    text += "".join(f"; {note.partition(':')[0]}" for note in schedule.estimate.notes
+                    if note.startswith(SIMPLER))
     others = [row for row in schedule.rejected if row.kind == "tp_degree" and row.throughput_qps]
     if not others:
         return text
@@ -227,9 +232,9 @@ def hand_lines(scenario: HandScenario) -> Iterator[str]:
         timing = Roofline(problem.model, problem.cluster.device, problem.dtype, engine=VLLM)
         start = f"| {scenario.name} | {bound_s:.3g}"
         try:
-            found = plan(problem, timing, PlanOptions(horizon="steady", has_margin=False))
+            found = plan(problem, timing, PlanOptions(horizon="steady"))
         except InfeasibleError:
-            yield f"{start} | no schedule keeps the limit | | {NONE_PUBLISHED} | | |"
+            yield f"{start} | none keeps the limit with its margin | | {NONE_PUBLISHED} | | |"
             continue
         yield (f"{start} | {words_of(found)} | {found.figures.output_tokens_per_s:,.0f} "
                f"| {NONE_PUBLISHED} | {doubt_words(found, timing)} | {choice(found, problem)} |")

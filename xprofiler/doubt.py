@@ -105,8 +105,9 @@ def doubt_of(cell: Cell, unseen: str = "", own: tuple[Cell, ...] = ()) -> Doubt:
         whose = "your runs" if cell in own else "runs"
         return _level(level, f"{whose} of this model, device and degree were compared")
     *first, last = dict.fromkeys(found)
-    what = f"{', '.join(first)} and {last} were" if first else f"{last} was"
-    return _level(level, f"{what} not measured")
+    what = f"{', '.join(first)} and {last}" if first else last
+    are = "were" if first or last.startswith("weights") else "was"
+    return _level(level, f"{what} {are} not measured")
 
 
 def level_between(cell: Cell, measured: Iterable[Cell]) -> LevelName:
