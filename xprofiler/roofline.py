@@ -17,7 +17,7 @@ from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, Split, kv_elements_of_rank, kv_heads_of_rank
-from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, LOGIT_BYTES
 from xprofiler.constants import (
     BRIDGE_BYTES_PER_S,
     BRIDGE_LATENCY_S,
@@ -109,11 +109,13 @@ class ModelKernels:
         return self._kernels.gemm_s(tokens, self._held(tp_degree), self._model.hidden_size)
 
     def head_s(self, queries: FloatArray, tp_degree: int) -> FloatArray:
-        """Seconds of final norm, output head and sampling."""
+        """Seconds of final norm, output head and sampling, which writes and reads the logits of the
+        whole vocabulary as float32 on every rank."""
         model, c = self._model, self._constants
         queries, tp_degree = self._of_part(queries, tp_degree)
         product = self._kernels.gemm_s(queries, model.vocab_size / tp_degree, model.hidden_size)
-        return product + c.elementwise_launch_s + c.sampling_s
+        logits_s = self._kernels.copied_s(2 * LOGIT_BYTES * queries * model.vocab_size)
+        return product + logits_s + c.elementwise_launch_s + c.sampling_s
 
     def embed_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of the embedding, looked up on every rank: one row read and written per token

@@ -20,7 +20,7 @@ from xgpt.core.model import (
     layer_params_of_rank,
 )
 from xgpt.core.problem import Problem
-from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES, activation_item_bytes
+from xgpt.core.units import DTYPE_BYTES, LOGIT_BYTES, WEIGHT_BYTES, activation_item_bytes
 
 # chosen: share of a device's memory to plan with, as vLLM's default. The rest is for the runtime's
 # context, kernels, communication buffers and fragmentation.
@@ -28,7 +28,6 @@ USABLE_SHARE = 0.9
 # chosen: in one phase of a thousand more is wanted than reserved; admission then waits
 KV_QUANTILE_Z = 3.09  # 0.999 of the normal distribution
 ACTIVATION_QUANTILE_Z = 5.0  # chosen: a longer encode batch would not fit, and nothing can wait
-LOGIT_BYTES = 4  # logits are float32 whatever the model's dtype
 LIVE_HIDDEN_COPIES = 4  # residual, norm, attention output, message buffer
 LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
 

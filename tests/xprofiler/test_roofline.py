@@ -310,6 +310,18 @@ def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_d
     assert of("", 8192.0) / of("", 1024.0) > 6.5
 
 
+def test_sampling_reads_the_logits_of_the_whole_vocabulary_on_every_rank():
+    """Of 1,000 rows and 128,256 tokens half a gigabyte is written and read, whatever the degree."""
+    device = catalog.device("H100")
+    few, many = (replace(GPT_20B, vocab_size=size) for size in (256, 128_256))
+    more_s = [float(np.subtract(*(Roofline(model, device, "bfloat16").operator_s(
+        Operator.HEAD, 1000.0, tp_degree=degree) for model in (many, few)))) for degree in (1, 8)]
+    rate = device.bandwidth_bytes_per_s * GPU.elementwise_bytes_share
+    sampled_s = 2 * 4 * 1000 * 128_000 / rate
+    assert sampled_s > 0.5e-3 and all(seconds > sampled_s for seconds in more_s)
+    assert more_s[1] - sampled_s == pytest.approx((more_s[0] - sampled_s) / 8, rel=0.2)
+
+
 def test_a_key_value_head_costs_little_beside_what_the_others_read():
     """Without grouped heads a step has eight times as many of them, each with a fixed cost."""
     device, contexts = catalog.device("A100-80"), np.array([1.0, 4096.0])

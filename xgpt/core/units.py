@@ -23,6 +23,7 @@ INT8 = "int8"
 FP8 = "fp8"  # E4M3, for weights alone or both operands; planned for, not executed
 EIGHT_BITS = (FP8, INT8)
 WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}  # per element, without scales
+LOGIT_BYTES = 4  # logits are float32 whatever the model's dtype
 
 
 def activation_item_bytes(weight_dtype: str, dtype: str, *, is_cpu: bool) -> int:
