@@ -170,5 +170,9 @@ class SizeSearch:
         if own is None:
             return SizeTried(devices=size, reason=reason,
                              is_impossible=bool(why_impossible(self.problem(size))))
+        limit_s = self.problem(size).constraint.limit_s("makespan")
+        if not reason and own.with_margin_s > limit_s:  # one whose larger neighbour has no schedule
+            reason = (f"with its margin the job takes {format_seconds(own.with_margin_s)}, longer "
+                      f"than {format_seconds(limit_s)}")
         return SizeTried(devices=size, expected_s=own.seconds, with_margin_s=own.with_margin_s,
                          price=own.price, reason=reason)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.schedule import devices_sum
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
-from xscheduler.cluster_sizes import SizeCost, size_cost
+from xscheduler.cluster_sizes import SizeCost, SizeSearch, size_cost
 from xscheduler.evaluator import Evaluator
 from xscheduler.partition import best_division, division_of
 from xscheduler.replicas import replica_sizes
@@ -161,6 +162,26 @@ def test_jobs_agree_with_enumeration(tmp_path, case):
     may_do = taken > max(impossible, default=0) + 1
     assert objective != "devices" or ("not proved" in " ".join(shown.split())) is may_do
     assert "yes, chosen" in shown or len(plan.schedule.sizes) == 1
+
+
+def test_a_size_planned_without_a_margin_alone_keeps_no_limit(monkeypatch):
+    """Of many sizes, those below one that misses the limit are planned without a margin alone."""
+    monkeypatch.setattr("xscheduler.cluster_sizes.why_impossible", lambda problem: "")
+    constraint = SimpleNamespace(limit_s=lambda metric: 8.0)
+
+    def planned(size: int, has_margin: bool) -> SimpleNamespace:
+        if size < (7 if has_margin else 5):  # 6 has a schedule, and none that keeps its margin
+            raise InfeasibleError("too few")
+        return SimpleNamespace(changed=lambda sizes: sizes)
+
+    search = SizeSearch(
+        plan=planned, problem=lambda size: SimpleNamespace(constraint=constraint),
+        cost_of=lambda size, _: SizeCost(
+            devices=size, seconds=40 / size, with_margin_s=52 / size, price=1.0))
+    assert search.choose("devices", range(1, 11)) == 7
+    rows = {row.devices: row.reason for row in search.schedule_of(7)}
+    assert rows[5] == "with its margin the job takes 10.4 s, longer than 8.00 s"
+    assert rows[6] and not rows[7]
 
 
 def test_sizes_are_parts_of_a_node_or_whole_nodes():
