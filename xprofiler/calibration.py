@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from xgpt.core import catalog
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.system.whole_file import read_text, write_atomically
 from xprofiler.doubt import Cell, Doubt, Shape
@@ -48,8 +49,9 @@ class Calibration:
                      for degree in self.tp_degrees)
 
     def widened(self, doubt: Doubt) -> Doubt:
-        """The doubt, with errors as large as those of the own rows where these are larger."""
-        wider = max(self.after / doubt.typical, 1.0)
+        """The doubt, with larger errors where the own rows were further off than a measured
+        cell's: as much larger at every level, so that a measured layout stays surer than others."""
+        wider = max(self.after / catalog.accuracy()["levels"]["same cell"]["mean"], 1.0)
         return replace(doubt, typical=wider * doubt.typical, quantiles=tuple(
             (chance, wider * log) for chance, log in doubt.quantiles))
 

@@ -103,8 +103,8 @@ def calibrate(paths: Sequence[Path], asked: Mapping[str, Any]) -> Calibrating:
 
 def _rows_of(path: Path, asked: Mapping[str, Any]) -> list[ServingPoint]:
     if path.is_dir():
-        raise wrong(path, "file", None, "a file of measured closed loops; a run of xgpt corrects "
-                    "the profile of its machine by itself")
+        raise wrong(path, "file", None, "a file of measured closed loops; the step times of a run "
+                    f"of xgpt are planned with by `profile: {path / 'profile.json'}`")
     if path.suffix in (".csv", ".parquet"):
         refuse(_option(key, value, f"left out: {path.name} has a column of it")
                for key, value in asked.items() if value)

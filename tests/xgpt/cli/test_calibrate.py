@@ -225,6 +225,10 @@ def test_rows_that_disagree_widen_the_doubt(table):
     level = catalog.accuracy()["levels"]["same cell"]["mean"]
     assert found["after"]["typical"] == pytest.approx(found["calibration"]["after"])
     assert found["after"]["typical"] > 2 * level
+    far = ("--set", "schedule.tp_degree=1", "--set", "schedule.replicas=1")
+    done = invoke(*PLAN, "--on", "2xH100", *far, "--set", "plan.calibration=own.json")
+    assert "far: " in said(done), "two stages are less sure than what was measured"
+    assert f"typical error {found['after']['typical']:.0%}" not in said(done)
 
 
 def test_pods_measure_their_own_times(made):
