@@ -135,7 +135,7 @@ def _differences(cell: Cell, other: Cell) -> tuple[str, ...]:
     if cell.shape != other.shape:
         found += ["this mixture of experts"] * _FAR if cell.shape.experts else ["this shape"]
     elif cell.weights != other.weights:
-        found.append(f"weights of {cell.weights}" if cell.weights else "weights of 16 bits")
+        found.append("this dtype of the weights")
     if cell.tp_degree != other.tp_degree:
         found.append(f"degree {cell.tp_degree}")
     return tuple(found)

@@ -17,7 +17,7 @@ from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, Split, kv_elements_of_rank, kv_heads_of_rank
-from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, LOGIT_BYTES
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8, LOGIT_BYTES
 from xprofiler.constants import (
     BRIDGE_BYTES_PER_S,
     BRIDGE_LATENCY_S,
@@ -307,7 +307,8 @@ class Roofline:
         """The doubt about these times on a group of `tp_degree`, in a pipeline of `stages`. `own`:
         cells that a user has measured."""
         unseen = "several stages or pools" if stages > 1 else (
-            "" if self._of[0].split == Split() else "expert parallelism")
+            "expert parallelism" if self._of[0].split != Split() else
+            "int8 weights" if self._weight_dtype == INT8 else "")
         return doubt_of(self.cell(tp_degree), unseen, own)
 
     def cell(self, tp_degree: int = 1) -> Cell:

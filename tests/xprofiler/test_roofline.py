@@ -296,8 +296,8 @@ def test_weights_that_nobody_ran_are_doubted_more():
     plain, narrow = (Roofline(catalog.model("llama-3.1-8b"), catalog.device("H100"), "bfloat16",
                               engine="tensorrt-llm-1.0", weight_dtype=weights).doubt(1)
                      for weights in ("", INT8))
-    assert plain.level == "same cell" and narrow.level == "neighbour"
-    assert "weights of int8" in narrow.why
+    assert plain.level == "same cell" and narrow.level == "far"
+    assert "no run with int8 weights" in narrow.why
 
 
 def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_do_not():

@@ -117,7 +117,7 @@ SEEN = Cell("vllm", "H100", Shape(32, 4096, 32, 8, 14336, 0), "", 2)
     ({"gpu": "H200"}, "neighbour", ("this device",)),
     ({"shape": Shape(80, 8192, 64, 8, 28672, 0)}, "neighbour", ("this shape",)),
     ({"engine": "vllm-0.12"}, "neighbour", ("this version of the engine",)),
-    ({"weights": "fp8"}, "neighbour", ("weights of fp8",)),
+    ({"weights": "fp8"}, "neighbour", ("this dtype of the weights",)),
     ({"gpu": "H200", "tp_degree": 8}, "far", ("this device", "degree 8")),
     ({"engine": "sglang"}, "unknown engine", ("no run of sglang",)),
     ({"engine": "vllm-0.2"}, "unknown engine", ("no run of vllm-0.2",)),  # other constants
