@@ -22,6 +22,8 @@ from xprofiler.profile_timing import Factors
 from xsimulator.loop_factors import fitted_loops
 from xsimulator.measured_loops import ServingPoint, cell_of, own_points, predicted
 
+MOST_OFF = 0.5  # chosen: mean error above which rows cannot be of what they say
+_COMMON = ("model", "device", "engine", "weight_dtype")
 _Count = Annotated[int, Field(ge=1)]
 _Ms = Annotated[float, Field(gt=0, lt=1e9)]
 # option -> the name in the catalog that it stands for
@@ -77,12 +79,10 @@ def calibrate(paths: Sequence[Path], asked: Mapping[str, Any]) -> Calibrating:
     refuse(mistakes)
     points = [*dict.fromkeys(points)]  # a copy is no measurement
     source, model = ", ".join(path.name for path in paths), catalog.model(points[0].model)
-    found = {name: dict.fromkeys(getattr(point, key) or "16 bits" for point in points) for key, name
-             in {"model": "model", "device": "device", "row": "engine",
-                 "weight_dtype": "weight_dtype"}.items()}
-    refuse(Mistake(file=source, line=None, key=key, value=", ".join(values), allowed="one: a "
-                   f"calibration is of one {', '.join(found)}")
-           for key, values in found.items() if len(values) > 1)
+    refuse(Mistake(file=source, line=None, key=key, value=", ".join(values),
+                   allowed=f"one: a calibration is of one {', '.join(_COMMON)}")
+           for key in _COMMON if len(values := dict.fromkeys(
+               getattr(point, key) or "16 bits" for point in points)) > 1)
     counts = Counter(sorted(point.tp_degree for point in points))
     if not (degrees := tuple(one for one, count in counts.items() if count >= LEAST_ROWS)):
         raise wrong(source, "rows", ", ".join(
@@ -90,14 +90,17 @@ def calibrate(paths: Sequence[Path], asked: Mapping[str, Any]) -> Calibrating:
             f"at least {LEAST_ROWS} of one tensor-parallel degree")
     cell = cell_of(points[0], model)._replace(tp_degree=degrees[0])
     before = doubt_of(cell)
-    factors, *errors = fitted_loops(
+    factors, off, left = fitted_loops(
         points, lambda point, factors: predicted(point, factors=factors), typical=before.typical,
         scatter=catalog.accuracy()["levels"]["same cell"]["mean"])
+    if left > MOST_OFF:
+        raise wrong(source, "rows", f"{left:.0%} off", f"at most {MOST_OFF:.0%} off by factors of "
+                    "the other rows: see that degree, device and units (milliseconds) are right")
     own = Calibration(
         source=source, sha256=hashlib.sha256(b"".join(map(Path.read_bytes, paths))).hexdigest(),
         date=date.today().isoformat(), rows=len(points), model=model.name, shape=shape_of(model),
         engine=cell.engine, device=cell.gpu, weight_dtype=cell.weights, tp_degrees=degrees,
-        factors=factors, before=round(errors[0], 4), after=round(errors[1], 4))
+        factors=factors, before=round(off, 4), after=round(left, 4))
     return Calibrating(own, before, own.widened(doubt_of(cell, own=own.cells)))
 
 

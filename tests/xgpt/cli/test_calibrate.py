@@ -181,7 +181,9 @@ def test_a_throughput_benchmark_and_a_folder_are_refused(tmp_path):
     ([row_of(LOOPS[0]), row_of(LOOPS[1], device="H200"), row_of(LOOPS[2], engine="sglang")],
      "engine = 'vllm, sglang': one"),
     ([row_of(LOOPS[0], tpot_ms=0), row_of(LOOPS[1], device="H101"), row_of(LOOPS[2])],
-     "loops.csv:3: device = 'H101'")])
+     "loops.csv:3: device = 'H101'"),
+    ([row_of(one, tpot_ms=one.tpot_s * off) for one, off in zip(LOOPS, (1, 1e4, 1), strict=False)],
+     "off by factors of the other rows: see that degree, device and units (milliseconds)")])
 def test_rows_that_make_no_calibration_are_refused(table, rows, words):
     table.write_text("\n".join([HEADER, *rows]) + "\n")
     assert words in refused("calibrate", table, "--out", table.with_name("own.json"))
