@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_run import fake_schedule
 from problems import toy_problem
 
 from xgpt.app.opened_job import open_file
 from xgpt.app.schedule import JobPlanner
 from xgpt.core import catalog
+from xgpt.core.constraint import Bound, latency_constraint
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.core.schedule import devices_sum
+from xgpt.core.schedule import Schedule, devices_sum
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
 from xscheduler.cluster_sizes import SizeCost, SizeSearch, size_cost
@@ -211,3 +214,21 @@ def test_a_price_is_of_a_million_queries_where_the_job_has_no_number(tmp_path):
     hours = 1e6 / figures.throughput_qps / 3600
     assert own.price == pytest.approx(6.88 * own.devices * hours) and math.isfinite(own.price)
     assert "of a million requests" in " ".join(str(plan).split())
+
+
+def test_a_size_that_was_planned_without_a_margin_alone_is_judged_with_it():
+    """Two devices take 100 s, 190 s with a margin: the search begins at four, and three fail."""
+    makespan = latency_constraint(math.inf, further=(Bound(metric="makespan", limit_s=100.0),))
+    problem = replace(toy_problem(num_queries=10), constraint=makespan)
+
+    def planned(size: int, has_margin: bool) -> Schedule:
+        if 200 / size * (1.9 if has_margin else 1.0) > 100:
+            raise InfeasibleError("too long")
+        return fake_schedule()
+
+    search = SizeSearch(plan=planned, problem=lambda _: problem, cost_of=lambda size, _: SizeCost(
+        devices=size, seconds=200 / size, with_margin_s=380 / size, price=1.0))
+    best = search.choose("devices", range(1, 9))
+    rows = {row.devices: row for row in search.schedule_of(best).sizes}
+    assert best == 4 and {2, 3, 4} <= rows.keys() and "with its margin" in rows[2].reason
+    assert all(bool(row.reason) == ((row.with_margin_s or math.inf) > 100) for row in rows.values())
