@@ -60,10 +60,11 @@ class PlanAnalysis:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The job's own figures (`job`, null for a plan of the steady state), the keys of the
-        schedule's file, and those of the requested analyses."""
+        """The job's own figures (`job`, null for a plan of the steady state), whose `times` these
+        are, the keys of the schedule's file, and those of the requested analyses."""
         keys: dict[str, Any] = {} if self.plan is None else {
-            "job": figures_of(self.plan.prediction), **to_json(self.plan.schedule)}
+            "job": figures_of(self.plan.prediction), "times": self.plan.times,
+            **to_json(self.plan.schedule)}
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
             keys["infeasible"] = str(self.infeasible)

@@ -39,9 +39,8 @@ from xsimulator.allocation import pool_layers
 from xsimulator.memory import capacity_bytes, least_weight_bytes
 from xsimulator.replay.prediction import JobPrediction
 
-# Share of a job's time that another layout may save per doubling of its ranks: 7 % were measured
-# with SmolLM2-135M on two cores.
-LAYOUT_GAIN = 0.1
+# measured: 7 % with SmolLM2-135M on two cores
+LAYOUT_GAIN = 0.1  # share of a job's time that another layout may save per doubling of its ranks
 ANOTHER_ANSWER = 0.05  # chosen: times of another engine that differ by less are not shown
 
 
@@ -142,10 +141,15 @@ class Plan(Printed):
     def __str__(self) -> str:
         prediction, job, problem = self.prediction, self.opened.job, self.opened.problem
         return plan_screen(self.schedule, problem, PlanTimes(
-            source=source_words(self.timing, self.schedule.estimate, problem.cluster.device.name,
-                                job.plan_engine), expected=prediction, by_engine=self.by_engine,
+            source=self.times, expected=prediction, by_engine=self.by_engine,
             sharing=prefix_lines(problem, self.schedule, prediction, self.timing)),
             str(job.source), is_here=self.opened.is_local or job.slurm is not None)
+
+    @property
+    def times(self) -> str:
+        """Whose times these are, and how far off such times were, in words."""
+        return source_words(self.timing, self.schedule.estimate,
+                            self.opened.problem.cluster.device.name, self.opened.job.plan_engine)
 
     @cached_property
     def prediction(self) -> JobPrediction | None:
@@ -168,11 +172,9 @@ class Plan(Printed):
             asked.append((VLLM, FP8))
         rows = []
         for engine, dtype in asked:
-            other = replace(problem, weight_dtype=dtype)
-            found = predict(other, Roofline(problem.model, problem.cluster.device, problem.dtype,
-                                            engine=engine, weight_dtype=dtype,
-                                            kv_dtype=problem.kv_dtype), self.schedule.estimate,
-                            replays=1)
+            found = predict(replace(problem, weight_dtype=dtype), Roofline(
+                problem.model, problem.cluster.device, problem.dtype, engine=engine,
+                weight_dtype=dtype, kv_dtype=problem.kv_dtype), self.schedule.estimate, replays=1)
             if found is not None and abs(found.wall_s / own.wall_s - 1) > ANOTHER_ANSWER:
                 rows.append((f"{ENGINE_WORDS[engine]}{f' with {dtype} weights' * (dtype == FP8)}",
                              found.wall_s))
@@ -227,9 +229,8 @@ class JobPlanner:
         schedule, best = found.chosen(), found.best
         opened = self._jobs[best.layout]
         if self._watch.has_cut:
-            opened.tell.say(
-                f"note: the search ended after {format_seconds(self._watch.seconds)} "
-                "(search.max_seconds): more time may find a better schedule, within the gap shown")
+            opened.tell.say(f"note: the search ended after {format_seconds(self._watch.seconds)} "
+                            "(search.max_seconds): more time may find a better schedule")
         return Plan(schedule=schedule, opened=in_order_of(opened, schedule), timing=best.timing,
                     horizon=self._options.horizon)
 
@@ -247,10 +248,9 @@ class JobPlanner:
             planner = self._planner(layouts[size])
             return size_cost(planner.problem, schedule, Evaluator(planner.problem, planner.timing))
 
-        search, sizes = SizeSearch(
-            plan=planned, cost_of=takes, problem=lambda size: self._jobs[layouts[size]].problem,
-        ), sorted(layouts)
-        best = search.choose(self._objective, sizes)
+        search = SizeSearch(plan=planned, cost_of=takes,
+                            problem=lambda size: self._jobs[layouts[size]].problem)
+        best = search.choose(self._objective, sorted(layouts))
         layout = layouts[best]
         schedule = search.schedule_of(best)
         return Plan(schedule=schedule, opened=in_order_of(self._jobs[layout], schedule),

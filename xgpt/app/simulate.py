@@ -22,6 +22,7 @@ from xgpt.report.chart import SUFFIXES, write_image
 from xgpt.report.figures import middle_window, percent, plain, rates
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.notebook import Printed
+from xgpt.report.plan_screen import source_words
 from xgpt.report.table import OF_JOB, estimate_table, fact, memory_words
 from xgpt.report.words import controls_line, counted, placement
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -157,7 +158,8 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
     if not replay.is_timed:
         raise too_large(opened, ["the replay has larger steps"])
     return Simulation(
-        problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
+        problem=problem, estimate=estimate, replay=replay, times=source_words(
+            timing, estimate, problem.cluster.device.name, opened.job.plan_engine),
         figures=_figures(replay, steady, estimated_s, estimate, estimate.deployment.replicas
                          if problem.num_queries is None and not estimate.others else 1))
 

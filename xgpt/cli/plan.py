@@ -36,7 +36,7 @@ def plan(save: Path | None, overrides: tuple[str, ...], as_json: bool, **asked: 
                    is_saved=save is not None)
     if as_json:
         print_json({"question": asdict(question), "job": figures_of(found.prediction),
-                    **to_json(found.schedule)})
+                    "times": found.times, **to_json(found.schedule)})
         return
     show(str(found))
     if save is not None:

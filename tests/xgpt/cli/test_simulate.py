@@ -136,3 +136,12 @@ def test_systems_are_compared_on_one_screen_with_each_of_their_batches(tmp_path)
 def test_systems_that_are_unknown_or_beside_a_timeline_are_refused(job, options, words):
     done = run(job, *options)
     assert done.exit_code == 2 and words in " ".join(done.output.split())
+
+
+def test_the_level_of_doubt_stands_beside_every_form_of_a_plan(job):
+    sets = [f"--set={one}" for one in (
+        "plan.engine=vllm", "schedule.policy=orca", "constraint.latency_s=inf")]
+    printed = json.loads(CliRunner().invoke(
+        schedule, [str(job), *sets, "--json"], catch_exceptions=False).stdout)
+    shown = " ".join(run(job, *sets).stdout.split())
+    assert "computed; far: " in printed["times"] and printed["times"] in shown
