@@ -123,8 +123,7 @@ def _errors(found: Mapping[str, Any]) -> str:
         (row["gpu"], row["engine"], row["operator"] + f", {row['left_out']} left out" * bool(
             row["left_out"]), f"{row['cases']:,}", f"{row['mean']:.1%}", f"{row['bias']:+.0%}",
          f"{row['p90']:.1%}")
-        for row in rows if row["left_out"] in ("", "shape") and (
-            not row["left_out"] or row["operator"] == "request")], right=range(3, 7))]
+        for row in rows if row["left_out"] in ("", "shape")], right=range(3, 7))]
     lines += [paragraph(_chosen(one)) for one in found["choosers"]]
     return "\n".join(lines)
 

@@ -246,7 +246,8 @@ def _planned_engine(own: JobFile, cluster: str | Cluster, reading: typed.Reading
         map(reading.has, ("run.engine", "slurm", "profile")))
     if not is_here:
         device = (catalog.cluster(cluster) if isinstance(cluster, str) else cluster).device
-        return VLLM if catalog.request_error(device.name, VLLM) else OWN_ENGINE
+        compared = {row["gpu"] for row in catalog.accuracy()["cells"] if row["engine"] == VLLM}
+        return VLLM if device.name in compared else OWN_ENGINE
     engine = _ROW_OF_RUN.get(own.run.engine, own.run.engine)
     return engine if engine in catalog.names("engine") else OWN_ENGINE
 

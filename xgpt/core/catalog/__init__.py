@@ -197,15 +197,6 @@ def accuracy() -> Mapping[str, Any]:
 
 
 @cache
-def request_error(device_name: str, engine_name: str) -> tuple[float, int] | None:
-    """(mean error of the computed time of a request, number of published runs) of an engine on a
-    GPU, where its model's shape was left out of the fit; None where there are none."""
-    rows = [row for row in accuracy()["rows"] if row["left_out"] == "shape" and (
-        row["gpu"], row["engine"], row["operator"]) == (device_name, engine_name, "request")]
-    return (rows[0]["mean"], rows[0]["cases"]) if rows else None
-
-
-@cache
 def engine(name: str) -> EngineRow:
     return EngineRow(name=name, **_row("engine", name))
 
