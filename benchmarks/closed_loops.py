@@ -34,8 +34,7 @@ from xsimulator.replay.replicas import replayer_of
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 SEED = 3
 APART = """Where TTFT is far apart, the KV cache does not hold all clients: the job reserves room
-for whole outputs, and the loop's program for half of them. Where TPOT is apart, an engine's front
-end sends tokens: the loop's program counts that time, and an offline job has none."""
+for whole outputs, and the loop's program for half of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
