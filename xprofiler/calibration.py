@@ -1,4 +1,4 @@
-"""Calibrations: factors on computed step times, fitted to runs that a user measured, as a file."""
+"""Calibrations: a factor on computed step times, fitted to runs that a user measured, as a file."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.system.whole_file import read_text, write_atomically
 from xprofiler.doubt import Cell, Doubt, Shape
-from xprofiler.profile_timing import Factor, Retimed
+from xprofiler.profile_timing import MIXED, Factor, Retimed
 from xprofiler.roofline import Roofline
 
 LEAST_ROWS = 3  # measured runs of a tensor-parallel degree, for it to count as measured
@@ -21,11 +21,12 @@ LEAST_ROWS = 3  # measured runs of a tensor-parallel degree, for it to count as 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Factors by kind of step for one model, GPU and engine, and what they come from.
+    """A factor on the times of one model, GPU and engine, and what it comes from. One for all steps
+    keeps what the search relies on: times grow with size, and times per token do not.
 
     `source`: names of the measured files, with `sha256` of their contents, and `rows` used of them.
     `tp_degrees`: those with LEAST_ROWS rows. `before`, `after`: mean error of a row's latency
-    without factors, and with factors fitted to the other rows."""
+    without a factor, and with that of the other rows."""
 
     version: Literal[1] = 1
     source: str
@@ -38,7 +39,7 @@ class Calibration:
     device: str
     weight_dtype: str
     tp_degrees: tuple[int, ...]
-    factors: dict[str, Factor]
+    factor: float
     before: float
     after: float
 
@@ -72,7 +73,7 @@ class Calibrated(Retimed):
     source: Roofline
 
     def __init__(self, roofline: Roofline, calibration: Calibration, path: Path) -> None:
-        super().__init__(roofline, calibration.factors)
+        super().__init__(roofline, {MIXED: Factor(1.0, calibration.factor)})
         self.calibration, self._path = calibration, path
 
     def doubt(self, tp_degree: int = 1, stages: int = 1) -> Doubt:
@@ -82,9 +83,9 @@ class Calibrated(Retimed):
 
     @property
     def words(self) -> str:
-        """The factors and where they come from."""
+        """The factor and where it comes from."""
         own = self.calibration
-        return f"{self.factors.words}, by {own.rows} rows of {own.source} ({self._path.name})"
+        return f"x {own.factor:.2f} by {own.rows} rows of {own.source} ({self._path.name})"
 
     def provenance(self) -> str:
         """See TimingSource."""

@@ -26,7 +26,6 @@ from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
 from xprofiler.constants import RooflineConstants
 from xprofiler.doubt import Cell, Doubt, doubt_of, shape_of
 from xprofiler.importers.draft import Column, Fault, fail, read_table
-from xprofiler.profile_timing import Factor, Retimed
 from xprofiler.roofline import Roofline
 from xsimulator.closed_loop import ClosedLoop, LoopTimes, StepSeconds, simulate_loop
 
@@ -116,16 +115,14 @@ def own_points(path: Path) -> list[ServingPoint]:
 
 
 def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
-              model: ModelSpec | None = None,
-              factors: Mapping[str, Factor] | None = None) -> LoopTimes:
+              model: ModelSpec | None = None) -> LoopTimes:
     """Mean TTFT, TPOT and latency of a point by simulation. constants, model: replace those of the
-    point's engine and of the catalog. factors: on its times, by kind of step. The KV cache has the
-    type of the weights, as engines serve fp8 checkpoints."""
+    point's engine and of the catalog. The KV cache has the type of the weights, as
+    engines serve fp8 checkpoints."""
     row, model = catalog.engine(point.row), model or catalog.model(point.model)
     device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
-    roofline = Roofline(model, device, "bfloat16", constants, engine=point.row,
-                        weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
-    timing = Retimed(roofline, factors) if factors else roofline
+    timing = Roofline(model, device, "bfloat16", constants, engine=point.row,
+                      weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
     link = catalog.link(LINKS.get(point.device, "pcie4-x16-p2p"))
     held, entries = (WEIGHT_BYTES[name or "bfloat16"] for name in (point.weight_dtype, kv_dtype))
     weights = (model.num_layers * layer_params_of_rank(model, point.tp_degree) * held
@@ -140,6 +137,19 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
         output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,
         kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest, cached=point.cached),
         StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
+
+
+def fitted_factor(points: Sequence[ServingPoint], times: Mapping[ServingPoint, LoopTimes], *,
+                  typical: float, scatter: float) -> tuple[float, float, float]:
+    """(Factor on computed times, mean error of latencies without it, and by the factor of the other
+    points.) Few points must not be followed too closely: a factor of exp(`typical`), the error of
+    such times before, costs as much as an error of `scatter`, which single points keep."""
+    logs = np.log([point.latency_s / times[point].latency_s for point in points])
+    weight = (scatter / typical) ** 2
+    left = logs - (logs.sum() - logs) / (len(logs) - 1 + weight)
+    factor = float(np.exp(logs.sum() / (len(logs) + weight)))
+    before, after = (float(np.mean(np.abs(np.expm1(-one)))) for one in (logs, left))
+    return factor, before, after
 
 
 def doubt_about(point: ServingPoint, model: ModelSpec | None = None) -> Doubt:

@@ -24,7 +24,6 @@ from xgpt.core.lengths import BoolArray, FloatArray
 from xgpt.core.units import FP8
 from xprofiler.constants import engine_constants
 from xprofiler.doubt import LEVELS, Cell, LevelName, level_between, shape_of
-from xprofiler.profile_timing import Factor
 from xsimulator.closed_loop import LoopTimes
 from xsimulator.measured_loops import ServingPoint, cell_of
 
@@ -105,13 +104,12 @@ class HostFit:
         return found
 
 
-def with_host(point: ServingPoint, values: FloatArray,
-              factors: Mapping[str, Factor] | None = None) -> LoopTimes:
-    """The point's times by other values of FREED. `factors`: on them, by kind of step."""
+def with_host(point: ServingPoint, values: FloatArray) -> LoopTimes:
+    """The point's times by other values of FREED."""
     host = dict(zip(FREED, values.tolist(), strict=True))
     own = replace(engine_constants(catalog.device(point.device), point.row), **{
         **host, "synchronisation_s": ((2, host["synchronisation_s"]),)})
-    return simulated(point, own, factors)
+    return simulated(point, own)
 
 
 def predictions(points: Sequence[ServingPoint], table: str) -> dict[ServingPoint, LoopTimes]:

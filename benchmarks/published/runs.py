@@ -23,7 +23,6 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8
 from xprofiler.constants import RooflineConstants
 from xprofiler.doubt import Cell, shape_of
-from xprofiler.profile_timing import Factor
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator.closed_loop import LoopTimes
@@ -190,11 +189,9 @@ def model_of(point: ServingPoint) -> ModelSpec:
     return _QWEN3_32B if point.model == _QWEN3_32B.name else catalog.model(point.model)
 
 
-def simulated(point: ServingPoint, constants: RooflineConstants | None = None,
-              factors: Mapping[str, Factor] | None = None) -> LoopTimes:
-    """The prediction. `constants`: others than the engine's. `factors`: on its times, by kind of
-    step."""
-    return predicted(point, constants, model_of(point), factors)
+def simulated(point: ServingPoint, constants: RooflineConstants | None = None) -> LoopTimes:
+    """The prediction. `constants`: others than the engine's."""
+    return predicted(point, constants, model_of(point))
 
 
 def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, LoopTimes],

@@ -18,9 +18,13 @@ from xgpt.core.system.whole_file import read_text
 from xgpt.report.table import fact
 from xprofiler.calibration import LEAST_ROWS, Calibration
 from xprofiler.doubt import Doubt, doubt_of, shape_of
-from xprofiler.profile_timing import Factors
-from xsimulator.loop_factors import fitted_loops
-from xsimulator.measured_loops import ServingPoint, cell_of, own_points, predicted
+from xsimulator.measured_loops import (
+    ServingPoint,
+    cell_of,
+    fitted_factor,
+    own_points,
+    predicted,
+)
 
 MOST_OFF = 0.5  # chosen: mean error above which rows cannot be of what they say
 _COMMON = ("model", "device", "engine", "weight_dtype")
@@ -59,9 +63,9 @@ class Calibrating(NamedTuple):
         return "\n".join(fact(label, words) for label, words in (
             ("of", f"{own.model}{f' ({own.weight_dtype})' * bool(own.weight_dtype)}, {own.engine} "
                    f"on {own.device}, TP {', '.join(map(str, own.tp_degrees))}"),
-            ("rows", f"{own.rows} of {own.source}"), ("factors", Factors(own.factors).words),
-            ("error", f"{own.before:.1%} of a request's time before; {own.after:.1%} with factors "
-                      "fitted to the other rows"),
+            ("rows", f"{own.rows} of {own.source}"), ("times", f"x {own.factor:.2f}"),
+            ("error", f"{own.before:.1%} of a request's time before; {own.after:.1%} by the factor "
+                      "of the other rows"),
             ("before", self.before.words), ("now", self.after.words)))
 
 
@@ -90,17 +94,17 @@ def calibrate(paths: Sequence[Path], asked: Mapping[str, Any]) -> Calibrating:
             f"at least {LEAST_ROWS} of one tensor-parallel degree")
     cell = cell_of(points[0], model)._replace(tp_degree=degrees[0])
     before = doubt_of(cell)
-    factors, off, left = fitted_loops(
-        points, lambda point, factors: predicted(point, factors=factors), typical=before.typical,
+    factor, off, left = fitted_factor(
+        points, {point: predicted(point) for point in points}, typical=before.typical,
         scatter=catalog.accuracy()["levels"]["same cell"]["mean"])
     if left > MOST_OFF:
-        raise wrong(source, "rows", f"{left:.0%} off", f"at most {MOST_OFF:.0%} off by factors of "
-                    "the other rows: see that degree, device and units (milliseconds) are right")
+        raise wrong(source, "rows", f"{left:.0%} off", f"at most {MOST_OFF:.0%} off by the factor "
+                    "of the other rows: see that degree, device and units (milliseconds) are right")
     own = Calibration(
         source=source, sha256=hashlib.sha256(b"".join(map(Path.read_bytes, paths))).hexdigest(),
         date=date.today().isoformat(), rows=len(points), model=model.name, shape=shape_of(model),
         engine=cell.engine, device=cell.gpu, weight_dtype=cell.weights, tp_degrees=degrees,
-        factors=factors, before=round(off, 4), after=round(left, 4))
+        factor=round(factor, 4), before=round(off, 4), after=round(left, 4))
     return Calibrating(own, before, own.widened(doubt_of(cell, own=own.cells)))
 
 

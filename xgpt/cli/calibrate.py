@@ -1,4 +1,4 @@
-"""The command `xgpt calibrate`: factors on computed times from measured runs."""
+"""The command `xgpt calibrate`: a factor on computed times from measured runs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,7 @@
 """`xgpt calibrate`: a user's own closed loops move a plan's times and their level of doubt."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,11 @@ from xgpt.cli.main import cli
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xprofiler.calibration import load_calibration
-from xprofiler.profile_timing import Factor
-from xsimulator.loop_factors import fitted_loops
-from xsimulator.measured_loops import ServingPoint, predicted
+from xsimulator.measured_loops import ServingPoint, fitted_factor, predicted
 
 HEADER = ("model,device,engine,weight_dtype,tp_degree,concurrency,input_tokens,output_tokens,"
           "ttft_ms,tpot_ms")
-SLOWER = {"encode": Factor(1000.0, 1.5), "decode": Factor(30.0, 1.2)}
+SLOWER = 1.25
 PLAN = ("plan", "llama-3.1-8b", "--prompts", "20k", "--input", "1000", "--output", "200",
         "--set", "schedule.policy=sarathi")
 
@@ -29,10 +28,10 @@ def loop(concurrency: int, inputs: int = 1024, **more) -> ServingPoint:
 
 
 def measured(*loops: ServingPoint) -> list[ServingPoint]:
-    """The loops with the times of a machine whose steps take longer."""
-    found = [(one, predicted(one, factors=SLOWER)) for one in loops]
-    return [loop(one.concurrency, one.input_tokens, tp_degree=one.tp_degree, ttft_s=own.ttft_s,
-                 tpot_s=own.tpot_s) for one, own in found]
+    """The loops with the times of a machine on which all takes longer."""
+    found = [(one, predicted(one)) for one in loops]
+    return [loop(one.concurrency, one.input_tokens, tp_degree=one.tp_degree,
+                 ttft_s=SLOWER * own.ttft_s, tpot_s=SLOWER * own.tpot_s) for one, own in found]
 
 
 LOOPS = measured(loop(8), loop(16), loop(32, 2048), loop(64))
@@ -99,35 +98,38 @@ def made(table):
     return out
 
 
-def test_three_rows_bring_other_loops_nearer_and_are_not_followed_blindly(made):
+def test_three_rows_bring_times_nearer_and_are_not_followed_blindly(made):
     own = load_calibration(made)
     assert own.rows == 3 and own.tp_degrees == (1,) and own.engine == "vllm"
-    assert 1 < own.factors["encode"].factor < 1.5
-    assert own.factors["decode"].factor == pytest.approx(1.2, rel=0.05)
-    assert own.after < own.before / 2
-    before, after = (abs(predicted(LOOPS[3], factors=factors).latency_s
-                         / LOOPS[3].latency_s - 1) for factors in (None, own.factors))
-    assert after < before / 2
+    assert own.before == pytest.approx(1 - 1 / SLOWER, rel=0.01)
+    assert own.after < own.before / 2 and 1.1 < own.factor < SLOWER
 
 
-def test_many_rows_that_agree_have_the_factors_of_their_machine():
-    more = measured(*(loop(count, inputs) for count in (4, 16, 64) for inputs in (512, 2048, 4096)))
-    found = fitted_loops(more, lambda one, factors: predicted(one, factors=factors),
-                         typical=0.5, scatter=0.02)
-    assert found.factors["decode"].factor == pytest.approx(1.2, rel=0.04)
-    assert found.factors["encode"].factor == pytest.approx(1.5, rel=0.1)
-    assert found.after < 0.02 < found.before
+def test_more_rows_are_followed_further_and_one_that_is_far_off_alone_little():
+    times = {one: predicted(one) for one in LOOPS}
+
+    def fitted(points, **more):
+        return fitted_factor(points, {one: times.get(one) or predicted(one) for one in points},
+                             **{"typical": 0.08, "scatter": 0.08, **more})[0]
+
+    assert fitted(LOOPS[:2]) < fitted(LOOPS) < SLOWER
+    assert fitted(LOOPS, typical=math.inf) == pytest.approx(SLOWER)
+    assert fitted(LOOPS, typical=0.01) < 1.05
 
 
 def test_a_plan_uses_a_calibration_and_says_so(made):
     with_it = invoke(*PLAN, "--on", "1xH100", "--set", f"plan.calibration={made}")
-    assert "by 3 rows of loops.csv (own.json); same cell: your runs of this model" in said(with_it)
+    factor = load_calibration(made).factor
+    assert (f"computed; x {factor:.2f} by 3 rows of loops.csv (own.json); same cell: your runs of "
+            "this model") in said(with_it)
     assert all(len(line) <= 80 for line in with_it.stdout.splitlines())
     alone = invoke(*PLAN, "--on", "1xH100")
     assert "vLLM on H100, computed; " in said(alone) and "same cell" not in said(alone)
     plans = [json.loads(invoke(*PLAN, "--on", "1xH100", *more, "--json").stdout)
              for more in ((), ("--set", f"plan.calibration={made}"))]
-    assert plans[0]["job"]["wall_s"] < plans[1]["job"]["wall_s"], "its steps take longer"
+    assert plans[1]["job"]["wall_s"] == pytest.approx(factor * plans[0]["job"]["wall_s"], rel=0.02)
+    assert plans[1]["proof"]["bound_qps"] == pytest.approx(
+        plans[0]["proof"]["bound_qps"] / factor, rel=0.02), "no bound is broken"
     assert "by 3 rows of loops.csv (own.json)" in json.dumps(plans[1])
 
 
@@ -149,7 +151,7 @@ def test_results_of_a_benchmark_are_taken_with_what_they_do_not_say(made):
                              "vllm", "--tp", 1, "--json").stdout)
     assert told["before"]["level"] != told["after"]["level"] == "same cell"
     assert told["calibration"]["source"] == "c8.json, c16.json, c32.json"
-    assert load_calibration(out).factors == load_calibration(made).factors
+    assert load_calibration(out).factor == load_calibration(made).factor
 
 
 @pytest.mark.parametrize(("more", "words"), [
@@ -183,7 +185,7 @@ def test_a_throughput_benchmark_and_a_folder_are_refused(tmp_path):
     ([row_of(LOOPS[0], tpot_ms=0), row_of(LOOPS[1], device="H101"), row_of(LOOPS[2])],
      "loops.csv:3: device = 'H101'"),
     ([row_of(one, tpot_ms=one.tpot_s * off) for one, off in zip(LOOPS, (1, 1e4, 1), strict=False)],
-     "off by factors of the other rows: see that degree, device and units (milliseconds)")])
+     "off by the factor of the other rows: see that degree, device and units (milliseconds)")])
 def test_rows_that_make_no_calibration_are_refused(table, rows, words):
     table.write_text("\n".join([HEADER, *rows]) + "\n")
     assert words in refused("calibrate", table, "--out", table.with_name("own.json"))
