@@ -18,13 +18,7 @@ from xgpt.core.system.whole_file import read_text
 from xgpt.report.table import fact
 from xprofiler.calibration import LEAST_ROWS, Calibration
 from xprofiler.doubt import Doubt, doubt_of, shape_of
-from xsimulator.measured_loops import (
-    ServingPoint,
-    cell_of,
-    fitted_factor,
-    own_points,
-    predicted,
-)
+from xsimulator.measured_loops import ServingPoint, cell_of, fitted_factor, own_points, predicted
 
 MOST_OFF = 0.5  # chosen: mean error above which rows cannot be of what they say
 _COMMON = ("model", "device", "engine", "weight_dtype")
