@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -165,26 +164,6 @@ def test_jobs_agree_with_enumeration(tmp_path, case):
     may_do = taken > max(impossible, default=0) + 1
     assert objective != "devices" or ("not proved" in " ".join(shown.split())) is may_do
     assert "yes, chosen" in shown or len(plan.schedule.sizes) == 1
-
-
-def test_a_size_planned_without_a_margin_alone_keeps_no_limit(monkeypatch):
-    """Of many sizes, those below one that misses the limit are planned without a margin alone."""
-    monkeypatch.setattr("xscheduler.cluster_sizes.why_impossible", lambda problem: "")
-    constraint = SimpleNamespace(limit_s=lambda metric: 8.0)
-
-    def planned(size: int, has_margin: bool) -> SimpleNamespace:
-        if size < (7 if has_margin else 5):  # 6 has a schedule, and none that keeps its margin
-            raise InfeasibleError("too few")
-        return SimpleNamespace(changed=lambda sizes: sizes)
-
-    search = SizeSearch(
-        plan=planned, problem=lambda size: SimpleNamespace(constraint=constraint),
-        cost_of=lambda size, _: SizeCost(
-            devices=size, seconds=40 / size, with_margin_s=52 / size, price=1.0))
-    assert search.choose("devices", range(1, 11)) == 7
-    rows = {row.devices: row.reason for row in search.schedule_of(7)}
-    assert rows[5] == "with its margin the job takes 10.4 s, longer than 8.00 s"
-    assert rows[6] and not rows[7]
 
 
 def test_sizes_are_parts_of_a_node_or_whole_nodes():
