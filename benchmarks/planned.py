@@ -39,6 +39,7 @@ from published.offline import ENGINE, OfflineRow, offline_rows, offline_times
 
 import xgpt
 from xgpt.app.schedule import Plan
+from xgpt.core.cluster import Cluster
 from xgpt.core.engines import VLLM
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
@@ -142,7 +143,8 @@ def planned(job: Job, rows: Sequence[OfflineRow]) -> Planned:
         job=job, words=words_of(schedule), job_rate=rate_of(found),
         steady_rate=schedule.figures.output_tokens_per_s, published=published,
         stages=max(len(pool.stages) for pool in schedule.estimate.all_pools),
-        doubt=doubt_words(schedule, found.timing), choice=choice(schedule, found.opened.problem))
+        doubt=doubt_words(schedule, found.timing, found.opened.problem.cluster),
+        choice=choice(schedule, found.opened.problem))
     if published is None:
         return one
     tokens = published.requests * published.output_tokens
@@ -154,11 +156,10 @@ def words_of(schedule: Schedule) -> str:
                      for shape in schedule.estimate.shapes)
 
 
-def doubt_words(schedule: Schedule, timing: TimingSource) -> str:
+def doubt_words(schedule: Schedule, timing: TimingSource, cluster: Cluster) -> str:
     """The greatest doubt about the times of a schedule's replicas, in words."""
-    doubts = [doubt for shape in schedule.estimate.shapes
-              if (doubt := doubt_of_estimate(timing, shape)) is not None]
-    return max(doubts, key=lambda doubt: doubt.typical).words if doubts else "measured"
+    doubt = doubt_of_estimate(timing, schedule.estimate, cluster)
+    return "measured" if doubt is None else doubt.words
 
 
 def choice(schedule: Schedule, problem: Problem) -> str:
@@ -238,7 +239,8 @@ def hand_lines(scenario: HandScenario) -> Iterator[str]:
             yield f"{start} | none keeps the limit with its margin | | {NONE_PUBLISHED} | | |"
             continue
         yield (f"{start} | {words_of(found)} | {found.figures.output_tokens_per_s:,.0f} "
-               f"| {NONE_PUBLISHED} | {doubt_words(found, timing)} | {choice(found, problem)} |")
+               f"| {NONE_PUBLISHED} | {doubt_words(found, timing, problem.cluster)} "
+               f"| {choice(found, problem)} |")
 
 
 def page(found: Sequence[Planned], stages: Sequence[str], hand: Sequence[str]) -> list[str]:

@@ -32,8 +32,8 @@ README, GIVEN = HERE.parent / "README.md", HERE / "readme.json"
 TITLES = ("", "xgpt", "compared with", "", "machine", "date")
 LEVELS = {"same cell": "runs of this cell",
           "neighbour": "runs of a cell that differs in one thing",
-          "far": "neither; or pipelines, expert parallelism, int8 weights, another mixture of "
-                 "experts",
+          "far": "neither; or pipelines, expert parallelism, other links, int8 weights, another "
+                 "mixture of experts",
           "unknown engine": "no run of the engine"}
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from xgpt.core import catalog
+from xgpt.core.cluster import Link
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.system.whole_file import read_text, write_atomically
 from xprofiler.doubt import Cell, Doubt, Shape
@@ -76,10 +77,10 @@ class Calibrated(Retimed):
         super().__init__(roofline, {MIXED: Factor(1.0, calibration.factor)})
         self.calibration, self._path = calibration, path
 
-    def doubt(self, tp_degree: int = 1, stages: int = 1) -> Doubt:
+    def doubt(self, tp_degree: int = 1, stages: int = 1, link: Link | None = None) -> Doubt:
         """The doubt about these times, where the calibration's cells were measured too."""
         return self.calibration.widened(
-            self.source.doubt(tp_degree, stages, self.calibration.cells))
+            self.source.doubt(tp_degree, stages, link, self.calibration.cells))
 
     @property
     def words(self) -> str:

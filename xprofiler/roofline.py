@@ -303,12 +303,17 @@ class Roofline:
         """Infinite: times are computed at any size."""
         return Reach(math.inf, math.inf)
 
-    def doubt(self, tp_degree: int = 1, stages: int = 1, own: tuple[Cell, ...] = ()) -> Doubt:
-        """The doubt about these times on a group of `tp_degree`, in a pipeline of `stages`. `own`:
+    def doubt(self, tp_degree: int = 1, stages: int = 1, link: Link | None = None,
+              own: tuple[Cell, ...] = ()) -> Doubt:
+        """The doubt about these times on a group of `tp_degree`, in a pipeline of `stages`. `link`:
+        between the group's ranks, None for NVLink in a node, as all published runs had. `own`:
         cells that a user has measured."""
+        is_other = tp_degree > 1 and link is not None and (
+            link.inside is not None or link_kind(link) != "nvlink")
         unseen = "several stages or pools" if stages > 1 else (
             "expert parallelism" if self._of[0].split != Split() else
-            "int8 weights" if self._weight_dtype == INT8 else "")
+            "int8 weights" if self._weight_dtype == INT8 else
+            "this link between ranks" if is_other and self.cell(tp_degree) not in own else "")
         return doubt_of(self.cell(tp_degree), unseen, own)
 
     def cell(self, tp_degree: int = 1) -> Cell:

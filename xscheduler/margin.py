@@ -39,6 +39,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from xgpt.core.cluster import Cluster, Link
 from xgpt.core.constraint import Constraint, Metric
 from xgpt.core.lengths import (
     FloatArray,
@@ -83,8 +84,9 @@ class Measured(Protocol):
 class Computed(Protocol):
     """A timing source of computed times."""
 
-    def doubt(self, tp_degree: int = 1, stages: int = 1) -> Doubt:
-        """The doubt about times of a group of this degree, in a pipeline of so many stages."""
+    def doubt(self, tp_degree: int = 1, stages: int = 1, link: Link | None = None) -> Doubt:
+        """The doubt about times of a group of this degree over this link, in a pipeline of so many
+        stages. None: the link that measured runs had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,7 @@ class Margins:
         if expected_s <= 0:  # outputs of one token have no second one
             return MarginParts(factor=1.0, sentence="")
         of_times, unmeasured = self._timing_spread(estimate, metric)
-        doubt = doubt_of_estimate(self._computed, estimate)
+        doubt = doubt_of_estimate(self._computed, estimate, self.problem.cluster)
         computed = 1.0 if doubt is None else doubt.factor(confidence)
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
@@ -266,14 +268,14 @@ class Margins:
             f"{text}; the times are computed, and their error is not covered"))
 
 
-def doubt_of_estimate(timing: object, estimate: Estimate) -> Doubt | None:
-    """The greatest doubt about times of the estimate's stages; None for times that were measured
-    here, or of a source that states no doubt."""
+def doubt_of_estimate(timing: object, estimate: Estimate, cluster: Cluster) -> Doubt | None:
+    """The greatest doubt about times of the estimate's stages on the cluster; None for times that
+    were measured here, or of a source that states no doubt."""
     if not isinstance(timing, Computed):
         return None
-    stages = estimate.deployment.stages
-    doubts = [timing.doubt(degree, len(stages))
-              for degree in dict.fromkeys(stage.tp_degree for stage in stages)]
+    doubts = [timing.doubt(*of) for of in dict.fromkeys(
+        (stage.tp_degree, len(shape.deployment.stages), cluster.link_of(stage.ranks))
+        for shape in estimate.shapes for stage in shape.deployment.stages)]
     return max(doubts, key=lambda doubt: DOUBTS.index(doubt.level))
 
 

@@ -332,8 +332,8 @@ def _as_good(search: Search, keeps: Feasibility, is_wanted: Callable[[Cell], boo
 def _near(timing: TimingSource, found: Sequence[Found], stages: int) -> float:
     """Share of throughput within which a placement of so many stages ties with `found`. No measured
     run had several stages, so one ties with them within the typical error of their times."""
-    doubts = [doubt_of_estimate(timing, one.replayed.estimate) for one in found
-              if stages == 1 < len(one.replayed.estimate.deployment.stages)]
+    doubts = [doubt_of_estimate(timing, own, one.cell.problem.cluster) for one in found
+              if stages == 1 < len((own := one.replayed.estimate).deployment.stages)]
     return max((doubt.typical for doubt in doubts if doubt is not None and doubt.level == "far"),
                default=NEAR)
 

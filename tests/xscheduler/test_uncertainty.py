@@ -8,8 +8,11 @@ import pytest
 from problems import CONFIG, doubts_of, estimate_of, observed, roofline_of, toy_problem
 from profiles import metadata
 
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import joint_empirical, truncated_normal, with_output_moments
 from xgpt.core.problem import Problem, QueryLengths
@@ -19,7 +22,7 @@ from xprofiler.profile_timing import ProfileTiming, TableError
 from xprofiler.roofline import Roofline
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_sample import quantile_levels
-from xscheduler.margin import Margins, upper_limit
+from xscheduler.margin import Margins, doubt_of_estimate, upper_limit
 from xscheduler.planner import plan
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.rough.formulas import fixed_estimate
@@ -58,6 +61,24 @@ def test_computed_times_have_the_margin_of_their_level_of_doubt():
     assert found.timing == found.factor == pytest.approx(doubt.factor(0.9)) and found.factor > 1
     assert f"for computed step times ({doubt.words})" in found.sentence
     assert "not covered" not in found.sentence
+
+
+@pytest.mark.parametrize(("link", "nodes", "level"), [
+    ("nvlink4", 1, "same cell"), ("pcie4-x16", 1, "far"), ("nvlink4", 2, "far")])
+def test_a_group_over_a_link_that_no_run_had_is_far_from_all(link, nodes, level):
+    """Published groups of ranks were in one node, over NVLink."""
+    cluster = Cluster(name="own", device=catalog.device("H100"), num_nodes=nodes,
+                      devices_per_node=8 // nodes, intra_link=catalog.link(link),
+                      inter_link=catalog.link("ib-400g"))
+    timing = Roofline(catalog.model("llama-3.1-8b"), cluster.device, "bfloat16",
+                      engine="tensorrt-llm-1.0")
+    stage = StageAssignment(index=0, ranks=tuple(range(8)), first_layer=0, num_layers=32)
+    own = estimate_of(toy_problem(), **CONFIG)
+    pool = replace(own.deployment.pools[0], stages=(stage,))
+    estimate = replace(own, deployment=replace(own.deployment, pools=(pool,)))
+    found = doubt_of_estimate(timing, estimate, cluster)
+    assert found is not None and found.level == level
+    assert ("this link between ranks" in found.why) == (level == "far")
 
 
 def test_a_refusal_says_what_takes_a_smaller_margin_of_computed_times():

@@ -148,8 +148,8 @@ class Plan(Printed):
     @property
     def times(self) -> str:
         """Whose times these are, and how far off such times were, in words."""
-        return source_words(self.timing, self.schedule.estimate,
-                            self.opened.problem.cluster.device.name, self.opened.job.plan_engine)
+        return source_words(self.timing, self.schedule.estimate, self.opened.problem.cluster,
+                            self.opened.job.plan_engine)
 
     @cached_property
     def prediction(self) -> JobPrediction | None:

@@ -159,7 +159,7 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
         raise too_large(opened, ["the replay has larger steps"])
     return Simulation(
         problem=problem, estimate=estimate, replay=replay, times=source_words(
-            timing, estimate, problem.cluster.device.name, opened.job.plan_engine),
+            timing, estimate, problem.cluster, opened.job.plan_engine),
         figures=_figures(replay, steady, estimated_s, estimate, estimate.deployment.replicas
                          if problem.num_queries is None and not estimate.others else 1))
 

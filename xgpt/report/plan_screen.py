@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from xgpt.core.cluster import Cluster
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
@@ -38,13 +39,13 @@ class PlanTimes:
     sharing: Sequence[str] = ()
 
 
-def source_words(timing: TimingSource, estimate: Estimate, device: str, engine: str) -> str:
+def source_words(timing: TimingSource, estimate: Estimate, cluster: Cluster, engine: str) -> str:
     """Whose times a plan has, where they come from, and how far off such times were."""
-    doubt = doubt_of_estimate(timing, estimate)
+    doubt = doubt_of_estimate(timing, estimate, cluster)
     if doubt is None:
         return timing.provenance()
     words = ENGINE_WORDS.get(engine, engine.replace(f"{VLLM}-", "vLLM "))
-    source = f"{words} on {device}, computed"
+    source = f"{words} on {cluster.device.name}, computed"
     if isinstance(timing, Calibrated):
         source += f"; {timing.words}"
     elif not isinstance(timing, Roofline):
