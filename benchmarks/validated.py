@@ -32,6 +32,7 @@ from published.left_out import (
     of_engines,
     of_jobs,
     predictions,
+    promised,
 )
 from published.offline import of_offline
 from published.page import write_page
@@ -147,15 +148,14 @@ def validate(folder: Path) -> Validation:
 def _choosers(points: Sequence[ServingPoint],
               times: Mapping[str, Mapping[ServingPoint, LoopTimes]],
               errors: Sequence[LeftOut]) -> Iterator[Chooser]:
-    factors = {level: math.exp(row["quantiles"][0][1])
-               for level, row in level_rows(errors, (CONFIDENCE,)).items()}
     for table, own in times.items():
         shown = table or "workload"
-        level_of = {point: one.level for point, one in zip(
+        limits = promised(errors, shown, CONFIDENCE)
+        factors = {point: math.exp(limits[one.group, one.level]) for point, one in zip(
             points, (one for one in errors if one.table == shown), strict=True)}
         yield Chooser(table, "none", choices(points, own, lambda _: 1.0))
         yield Chooser(table, f"confidence {CONFIDENCE:g}", choices(
-            points, own, lambda point, of=level_of: factors[of[point]]))
+            points, own, factors.__getitem__))
 
 
 def differing(found: Mapping[str, Any], packaged: Mapping[str, Any]) -> list[str]:

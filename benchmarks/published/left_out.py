@@ -207,22 +207,29 @@ def quantiles(logs: ArrayLike, weights: ArrayLike, chances: ArrayLike) -> FloatA
     return found
 
 
-def kept(errors: Sequence[LeftOut], table: str, confidences: Sequence[float]
-         ) -> list[tuple[float, float]]:
-    """(confidence promised, share of the table's runs that kept it). Each run is promised by the
-    errors of its level without those of its own group: of that group's runs in any table. Like the
-    margin (xprofiler.doubt), a limit is never below the computed time, and that at 0.5."""
-    own = [one for one in errors if one.table == table]
-    limits = {}
+def promised(errors: Sequence[LeftOut], table: str, confidence: float
+             ) -> dict[tuple[tuple[object, ...], LevelName], float]:
+    """{(group of the table, level): logarithm of the limit promised to its runs, over their
+    computed time}, by the errors of the level without those of the group's runs in any table. Like
+    the margin (xprofiler.doubt), a limit is never below the computed time, and that at 0.5."""
+    own, limits = [one for one in errors if one.table == table], {}
     for group, level in {(one.group, one.level) for one in own}:
         runs = {one.run for one in own if one.group == group} - {None}
         others = [one.log for one in errors if one.level == level and one.run not in runs and (
             one.table, one.group) != (table, group)]
-        limits[group, level] = [max(float(np.quantile(others, confidence)), 0.0) * (
-            confidence > 0.5) for confidence in confidences]
-    return [(confidence, float(np.mean([
-        one.log <= limits[one.group, one.level][place] for one in own])))
-        for place, confidence in enumerate(confidences)]
+        limits[group, level] = max(float(np.quantile(others, confidence)), 0.0) * (confidence > 0.5)
+    return limits
+
+
+def kept(errors: Sequence[LeftOut], table: str, confidences: Sequence[float]
+         ) -> list[tuple[float, float]]:
+    """(confidence promised, share of the table's runs that kept it)."""
+    shares = []
+    for confidence in confidences:
+        limits = promised(errors, table, confidence)
+        shares.append((confidence, float(np.mean([
+            one.log <= limits[one.group, one.level] for one in errors if one.table == table]))))
+    return shares
 
 
 def cell_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
