@@ -9,7 +9,7 @@ errors of each level are those of published runs that were left out of the fit i
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -50,12 +50,14 @@ class Cell(NamedTuple):
 class Doubt:
     """Doubt about computed times. `why`: sentence part that says what was, or was not, measured.
     `typical`: mean error of the level's left-out runs, a share. `quantiles`: (probability,
-    logarithm of measured over computed latency that is not exceeded with it), ascending."""
+    logarithm of measured over computed latency that is not exceeded with it), ascending.
+    `is_of_others`: no run of this kind is among the level's."""
 
     level: LevelName
     why: str
     typical: float
     quantiles: tuple[tuple[float, float], ...]
+    is_of_others: bool = False
 
     def factor(self, confidence: float) -> float:
         """Safety factor, at least 1: a run's latency stays below the computed one times this with
@@ -74,7 +76,8 @@ class Doubt:
     def words(self) -> str:
         """Level, its reason and the typical error, as "neighbour: this shape was not measured;
         typical error 7 %"."""
-        return f"{self.level}: {self.why}; typical error {self.typical:.0%}"
+        others = " of others" * self.is_of_others
+        return f"{self.level}: {self.why}; typical error{others} {self.typical:.0%}"
 
 
 def shape_of(model: ModelSpec) -> Shape:
@@ -100,7 +103,7 @@ def doubt_of(cell: Cell, unseen: str = "", own: tuple[Cell, ...] = ()) -> Doubt:
     if found is None:
         return _level(level, f"no run of {cell.engine} was compared")
     if unseen:
-        return _level("far", f"no run with {unseen} was compared")
+        return replace(_level("far", f"no run with {unseen} was compared"), is_of_others=True)
     if not found:
         whose = "your runs" if cell in own else "runs"
         return _level(level, f"{whose} of this model, device and degree were compared")

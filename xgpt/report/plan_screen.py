@@ -63,7 +63,9 @@ def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file
     run = f"xgpt submit {name}" + ", on such a cluster" * (not is_here)
     is_narrow = not {problem.weight_dtype, problem.kv_dtype}.isdisjoint(EIGHT_BITS)
     if problem.model.split.is_asked or is_narrow and problem.cluster.device.kind == "gpu":
-        run = f"xgpt schedule {name} --export {VLLM}, with vLLM by itself"  # no runner under xgpt
+        own = policy(schedule.estimate.policy)  # no runner under xgpt; vLLM has not every policy
+        other = "" if own.admits and len(own.pools) == 1 else " --set schedule.policy=sarathi"
+        run = f"xgpt schedule {name}{other} --export {VLLM}, with vLLM by itself"
     following = (f"run it: {run}\nwhy:    xgpt explain {name}"
                  if os.path.exists(job_file) else f"next:   --save {name} writes the job file")
     return "\n\n".join(filter(None, (

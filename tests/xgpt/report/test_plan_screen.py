@@ -73,14 +73,16 @@ def test_a_plan_of_the_steady_state_has_no_figures_of_a_job():
     assert "in steady state" in str(plan)
 
 
-@pytest.mark.parametrize(("dtype", "command"), [
-    ("int8", "--export vllm, with vLLM by itself"), ("fp8", "--export vllm, with vLLM by itself"),
-    ("bfloat16", "xgpt submit")])
-def test_weights_of_eight_bits_on_gpus_are_vllms_own(tmp_path, monkeypatch, dtype, command):
-    """No runner under xgpt multiplies them there."""
+@pytest.mark.parametrize(("dtype", "policy", "command"), [
+    ("int8", "sarathi", "yaml --export vllm, with vLLM by itself"),
+    ("fp8", "sarathi", "yaml --export vllm, with vLLM by itself"),
+    ("fp8", "ft", "--set schedule.policy=sarathi --export vllm"),
+    ("bfloat16", "sarathi", "xgpt submit")])
+def test_weights_of_eight_bits_on_gpus_are_vllms_own(tmp_path, monkeypatch, dtype, policy, command):
+    """No runner under xgpt multiplies them there, and vLLM has no batches of FT."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(
         f"{{model: opt-1.3b, cluster: 1xH100, run: {{weight_dtype: {dtype}}}, schedule: {{policy: "
-        "sarathi}, workload: {task: S, requests: {count: 40}}, plan: {engine: vllm}}\n")
+        f"{policy}}}, workload: {{task: S, requests: {{count: 40}}}}, plan: {{engine: vllm}}}}\n")
     shown = str(xgpt.plan(xgpt.load(tmp_path / "job.yaml")))
     assert command in shown[shown.index("run it:"):].splitlines()[0]
