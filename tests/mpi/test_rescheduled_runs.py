@@ -27,7 +27,7 @@ from xrunner.rules.rra import PhaseControls, rra_rule
 from xscheduler.replicas import problem_on
 
 pytestmark = pytest.mark.mpi
-KINDS, COUNT = 20, 600  # so many different queries, repeated; schedules change after some 160
+KINDS, COUNT = 20, 1800  # so many different queries, repeated; schedules change after some 160
 # lengths are what is tested: how long steps take here is a matter of the machine's other work
 DRIFT = ("workload.output_tokens={mean: 15, std: 8, max: 40}", "run.step_times=off")
 OBSERVE = ("workload.output_tokens=observe", "run.step_times=off")

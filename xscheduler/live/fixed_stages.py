@@ -31,6 +31,7 @@ from xsimulator.plans import PoolPairs, StagePlan, StagePlans
 from xsimulator.rough.figures import Formula, RoughFigures, point_of
 from xsimulator.rough.formulas import Formulas
 
+FEW = 32  # chosen: points of a cell that are all replayed, whatever the formula says of them
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
 _LIMITED = ("max_active", "token_budget")  # may only shrink within given caches
 
@@ -218,6 +219,9 @@ class FixedStages:
             return Option(estimate=None, reason=reason)
         search = self._search(most_replays)
         keeps = self.keeps(constraint, has_margin=has_margin)
+        if most_replays is None and len(self._cell.points) <= FEW:
+            for point in self._cell.points.tolist():
+                search.replay(self._cell, tuple(point))
         found = search.best(keeps, is_compared=most_replays is not None)
         if found:
             return self._option(found[0].point, None)
