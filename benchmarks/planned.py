@@ -65,7 +65,8 @@ SIMPLER = "a simpler placement"  # start of the planner's note on a near tie
 NONE_PUBLISHED = "no published run"
 STAGES = """The published file has no run with pipeline stages. For Llama-3.1-405B in fp8 on eight
 H200 NVIDIA reports that eight stages have 1.5 times the throughput of TP 8 (developer.nvidia.com,
-*Boosting Llama 3.1 405B Throughput by Another 1.5x*, October 2024; its lengths are not known here).
+*Boosting Llama 3.1 405B Throughput by Another 1.5x*, October 2024, as other
+sites quote it; its lengths are not known here).
 """
 OF_ENGINE = {ENGINE: ("sarathi", "vllm"), VLLM: ("rra", "sarathi", "vllm", "orca", "ft", "dsi")}
 
