@@ -199,7 +199,7 @@ def ratios(found: Sequence[Planned], weights: str) -> list[float]:
 
 
 def summary(found: Sequence[Planned]) -> list[str]:
-    """What the first table says in figures."""
+    """Sentences with the figures of the first table."""
     known = [one for one in found if one.published is not None]
     off = np.array([one.there / one.published.output_tokens_per_s - 1 for one in known
                     if one.published is not None])
@@ -216,7 +216,7 @@ def summary(found: Sequence[Planned]) -> list[str]:
 
 
 def stage_lines() -> list[str]:
-    """What the overview and another source say of stages, and what is planned of them."""
+    """Sentences on pipeline stages: published, and planned."""
     lines = STAGES.splitlines()
     for job in jobs():
         if (job.row.model, job.row.weights) == (LARGEST.model, FP8):

@@ -73,7 +73,7 @@ SAME, SLACK = 0.02, 2e-4  # chosen: a figure is the same if it differs by less, 
 
 
 class Chooser(NamedTuple):
-    """What one margin makes of the choices, where these groups were left out of the fit."""
+    """The choices by one margin, where these groups were left out of the fit."""
 
     left_out: str
     margin: str
@@ -103,7 +103,7 @@ class Validation:
                 for measured, predicted in zip(part.measured_s, part.predicted_s, strict=True)]
 
     def figures(self) -> dict[str, Any]:
-        """What the catalog has: the models of a source together."""
+        """The catalog's figures: the models of a source together."""
         groups: dict[tuple[str, ...], list[Compared]] = {}
         for part in self.compared:
             if len(part.measured_s):

@@ -17,7 +17,7 @@ from xprofiler.doubt import Cell, Doubt, Shape
 from xprofiler.profile_timing import MIXED, Factor, Retimed
 from xprofiler.roofline import Roofline
 
-LEAST_ROWS = 3  # measured runs of a tensor-parallel degree, for it to count as measured
+LEAST_ROWS = 3  # chosen: measured runs of a tensor-parallel degree, for it to count as measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

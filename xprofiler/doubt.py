@@ -99,7 +99,8 @@ def doubt_of(cell: Cell, unseen: str = "", own: tuple[Cell, ...] = ()) -> Doubt:
     """The doubt about computed times of a cell. `unseen`: what no run that was compared had, such
     as pipeline stages. `own`: cells that a user has measured."""
     measured = (*own, *measured_cells())
-    level, found = level_between(cell, measured), _nearest(cell, measured)
+    found = _nearest(cell, measured)
+    level = _level_of(found)
     if found is None:
         return _level(level, f"no run of {cell.engine} was compared")
     if unseen:
@@ -108,14 +109,16 @@ def doubt_of(cell: Cell, unseen: str = "", own: tuple[Cell, ...] = ()) -> Doubt:
         whose = "your runs" if cell in own else "runs"
         return _level(level, f"{whose} of this model, device and degree were compared")
     *first, last = dict.fromkeys(found)
-    what = f"{', '.join(first)} and {last}" if first else last
-    are = "were" if first or last.startswith("weights") else "was"
-    return _level(level, f"{what} {are} not measured")
+    what = f"{', '.join(first)} and {last} were" if first else f"{last} was"
+    return _level(level, f"{what} not measured")
 
 
 def level_between(cell: Cell, measured: Iterable[Cell]) -> LevelName:
     """The level of a cell's predictions where these cells were measured."""
-    found = _nearest(cell, measured)
+    return _level_of(_nearest(cell, measured))
+
+
+def _level_of(found: tuple[str, ...] | None) -> LevelName:
     return "unknown engine" if found is None else LEVELS[min(len(found), _FAR)]
 
 

@@ -180,9 +180,8 @@ def of_jobs(folder: Path, measured: Collection[Cell]) -> Iterator[LeftOut]:
 
 def level_rows(errors: Sequence[LeftOut], confidences: Sequence[float]
                ) -> dict[LevelName, dict[str, object]]:
-    """What the catalog has of each level: number of errors, their mean size, bias and
-    quantiles, and the mean size where they were fitted to. A level is never surer than a nearer
-    one."""
+    """The catalog's figures of each level: number of errors, their mean size, bias and quantiles,
+    and the mean size where they were fitted to. A level is never surer than a nearer one."""
     found: dict[LevelName, dict[str, object]] = {}
     least, typical = np.full(len(confidences), -np.inf), 0.0
     for name in LEVELS:

@@ -23,7 +23,7 @@ def validation_table(compared: Sequence[Compared], *, by_model: bool = False) ->
 
 
 def chooser_table(choosers: Sequence[Any]) -> str:
-    """What predictions would have chosen."""
+    """The table of choices that predictions would have made."""
     rows = [(f"{c.left_out} left out" if c.left_out else "all fitted", c.margin,
              f"{c.choices.cases:,}", _percent(c.choices.none), _percent(c.choices.broken),
              _percent(c.choices.exact), _percent(c.choices.regret)) for c in choosers]

@@ -80,7 +80,7 @@ def test_a_version_of_an_engine_with_a_row_of_its_own_is_compared_with_that():
 
 @needs_data
 def test_an_offline_job_is_replayed_with_all_its_requests_and_its_cache():
-    """Of an 8B model on one H200: fp8 weights and entries."""
+    """The row is an 8B model on one H200, with fp8 weights and entries."""
     rows = offline_rows(validated.DATA / "trtllm-perf")
     assert len(rows) == 141 and {row.kind for row in rows} == {"dense", "mixtures"}
     (row,) = (row for row in rows if (row.gpu, row.tp, row.input_tokens, row.output_tokens) == (

@@ -81,7 +81,7 @@ def test_a_request_is_attended_to_by_its_part_alone():
 
 
 def test_parts_of_one_rank_exchange_tokens_once_a_layer():
-    """Of the two all-reduces of a layer that of attention is left out; parts of two ranks have it
+    """A layer has two all-reduces, and that of attention is left out; parts of two ranks have it
     for an eighth of the tokens, within their node."""
     size, network = 2.0**28, replace(catalog.link("ib-400g"), inside=NVLINK, per_node=8)
     for link, degree in ((NVLINK, 8), (network, 16)):

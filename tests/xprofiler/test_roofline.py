@@ -311,7 +311,7 @@ def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_d
 
 
 def test_sampling_reads_the_logits_of_the_whole_vocabulary_on_every_rank():
-    """Of 1,000 rows and 128,256 tokens half a gigabyte is written and read, whatever the degree."""
+    """Half a gigabyte is written and read for 1,000 rows of 128,256 tokens, at every degree."""
     device = catalog.device("H100")
     few, many = (replace(GPT_20B, vocab_size=size) for size in (256, 128_256))
     more_s = [float(np.subtract(*(Roofline(model, device, "bfloat16").operator_s(

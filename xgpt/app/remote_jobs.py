@@ -382,7 +382,7 @@ def _check(job: Job, to: str, nodes: int) -> None:
     folder = job.source.parent
     files = job.workload.requests.paths if job.workload.requests is not None else ()
     own = [*(("workload.requests", path) for path in files), ("output", job.output),
-           ("model", Path(job.model)), ("profile", job.profile or folder)]
+           ("model", Path(job.model)), *([("profile", job.profile)] if job.profile else [])]
     mistakes = [mistake(job, key, str(path), f"below {folder}, the only folder that is copied: "
                         f"`--set {key}={path.name}`, where it lies there")
                 for key, path in own if path.is_absolute() and not path.is_relative_to(folder)]

@@ -230,7 +230,7 @@ class JobPlanner:
         opened = self._jobs[best.layout]
         if self._watch.has_cut:
             opened.tell.say(f"note: the search ended after {format_seconds(self._watch.seconds)} "
-                            "(search.max_seconds): more time may find a better schedule")
+                            "(search.max_seconds): a better one may lie within the gap shown")
         return Plan(schedule=schedule, opened=in_order_of(opened, schedule), timing=best.timing,
                     horizon=self._options.horizon)
 

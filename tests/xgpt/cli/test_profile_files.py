@@ -138,9 +138,9 @@ def test_loops_that_took_as_long_as_predicted_are_no_error_in_table_and_object(t
 
 
 def test_the_figures_of_the_catalog_keep_what_is_promised():
-    """Of runs whose group was left out of the fit: requests within 9 % in the mean; the share
-    promised at 0.9 and above kept, give or take four points; choices with that margin break a limit
-    once in ten or less."""
+    """Runs whose group was left out of the fit are within 9 % in the mean. They keep the share
+    promised at 0.9 and above, give or take four points. Choices with that margin break a limit once
+    in ten or less."""
     found = catalog.accuracy()
     assert all({row["gpu"]} <= {*catalog.names("device")} and row["engine"] in
                catalog.names("engine") for row in found["rows"])

@@ -52,7 +52,7 @@ def test_alternatives_have_a_range_and_no_percentage():
 
 
 def test_a_counted_job_shows_its_time_and_mean_rate_first_and_the_steady_rate_behind():
-    """Of 400 requests much is start and end: the steady rate promises what the job never has."""
+    """Start and end are much of 400 requests: the job never has what the steady rate promises."""
     plan = planned("2xA40")
     own, steady = plan.prediction, plan.schedule.figures
     assert own is not None and own.throughput_qps * own.wall_s == pytest.approx(400)
