@@ -71,6 +71,10 @@ class TimingFacts:
     # whether a tensor-parallel group also exchanges messages that these times leave out: each step
     # from its first rank, and back to it the tokens chosen from each rank's share of the head
     sends_in_groups: bool = False
+    # c of T = (1 - c) max(terms) + c sum(terms) of a layer whose weights or entries are copied
+    # beside computing: 0 if all overlap, 1 if none do. measured: FlexGen's Tables 2, 3 and 5 on a
+    # T4, to which it was fitted (docs/offload.md); `xgpt profile` measures that of a machine
+    serial_share: float = 0.45
     # seconds until another engine is ready, by tensor-parallel degree, where measured
     start_s: Mapping[int, float] = field(default_factory=dict)
 

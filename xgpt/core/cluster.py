@@ -57,6 +57,19 @@ class Link:
         return self.bandwidth_bytes_per_s, self.has_peer_access, -self.latency_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """Memory of a node below its devices, which share it: the host's, or a disk. `up`: the link
+    towards the device (of a disk: to the host), `down`: back. `attention`: whether the host
+    computes attention over entries that lie there."""
+
+    name: Literal["host", "disk"]
+    memory_bytes: int
+    up: Link
+    down: Link
+    attention: bool = False
+
+
 # Tokens of a KV block, by the kind of device (xrunner.engine.kv).
 KV_BLOCK_TOKENS = {"gpu": 16, "cpu": 128}
 
@@ -76,7 +89,7 @@ class Cluster:
     DRAM at `host_bytes_per_s` into every device at once.
 
     `island_link`, if set, joins each `island_size` neighbours of a node faster than `intra_link`
-    does."""
+    does. `tiers`: a node's memories for what its devices cannot hold, the host before the disk."""
 
     name: str
     device: Device
@@ -89,10 +102,15 @@ class Cluster:
     island_link: Link | None = None
     island_size: int = 1
     assumed: str = ""  # links that nobody stated, in words; "": all are
+    tiers: tuple[Tier, ...] = ()
 
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+    def tier(self, name: str) -> Tier | None:
+        """The tier of that name; None if there is none."""
+        return next((tier for tier in self.tiers if tier.name == name), None)
 
     def equal_part(self, devices: int) -> Cluster:
         """A cluster of so many devices of one node, which the node holds several times. An island

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from xgpt.core.placement import Placement
 from xgpt.core.policies import Role
 from xgpt.core.units import Count, Positive
 
@@ -26,13 +27,15 @@ class StageAssignment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Stages that encode, decode or both, on requests split into `num_groups` micro-batches.
-    `kv_tokens`: capacity of the pool's KV cache, in tokens."""
+    `kv_tokens`: capacity of the pool's KV cache, in tokens. `placement`: where the bytes of each
+    stage lie; None: all on its devices."""
 
     name: str
     role: Role
     stages: tuple[StageAssignment, ...]
     num_groups: Positive
     kv_tokens: Count
+    placement: Placement | None = None
 
     @property
     def group_kv_tokens(self) -> int:

@@ -17,7 +17,8 @@ from xgpt.core.policies import Policy, policies, policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.whole_file import read_text, write_atomically
 
-SCHEDULE_VERSION = 6  # others are refused
+SCHEDULE_VERSION = 6  # of schedules on devices alone; others are refused
+PLACED_VERSION = 7  # of schedules with a placement
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
@@ -32,9 +33,9 @@ def load_schedule(path: Path) -> Schedule:
     except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
-    if type(version) is not int or version != SCHEDULE_VERSION:
-        raise wrong(path, "version", version, f"this xgpt reads version {SCHEDULE_VERSION}: make "
-                    "the schedule anew, `xgpt schedule JOB --out FILE`")
+    if type(version) is not int or version not in (SCHEDULE_VERSION, PLACED_VERSION):
+        raise wrong(path, "version", version, f"this xgpt reads version {SCHEDULE_VERSION} or "
+                    f"{PLACED_VERSION}: make the schedule anew, `xgpt schedule JOB --out FILE`")
     try:
         schedule = from_json(raw)
     except ValidationError as cause:
@@ -56,9 +57,14 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
     parts = asdict(schedule)
     if schedule.reordered is None:
         del parts["reordered"]
+    is_placed = any(pool.placement for pool in schedule.estimate.all_pools)
+    if not is_placed:
+        for shape in (parts["estimate"], *parts["estimate"]["others"]):
+            for pool in shape["deployment"]["pools"]:
+                del pool["placement"]
     sections: dict[str, Any] = plain({
-        "version": SCHEDULE_VERSION, "policy": schedule.controls.policy, **parts.pop("estimate"),
-        **parts})
+        "version": PLACED_VERSION if is_placed else SCHEDULE_VERSION,
+        "policy": schedule.controls.policy, **parts.pop("estimate"), **parts})
     return sections
 
 
