@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import yaml
 
-from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
+from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link, Tier
 from xgpt.core.errors import UnknownNameError, XgptError
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec, model_from_dict
@@ -151,7 +151,15 @@ def cluster(name: str) -> Cluster:
                    devices_per_node=row["devices_per_node"], intra_link=link(row["intra_link"]),
                    inter_link=link(row["inter_link"]), **islands,
                    ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,
-                   host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9)
+                   host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9,
+                   tiers=tuple(_tier(name, own) for name, own in row.get("tiers", {}).items()))
+
+
+def _tier(name: Any, row: Mapping[str, Any]) -> Tier:
+    up, down = (Link(name=f"{name} {way}", bandwidth_bytes_per_s=row[f"{way}_gb_per_s"] * 1e9,
+                     latency_s=0.0, source=row.get("source", "")) for way in ("up", "down"))
+    return Tier(name=name, memory_bytes=round(row["memory_gb"] * 1e9), up=up, down=down,
+                attention=row.get("attention", name == "host"))
 
 
 def gpu_cluster(count: int, device_name: str) -> Cluster:
