@@ -12,7 +12,8 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
 from xgpt.core.policies import Role
 from xrunner.devices import on_device
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, Stage, StageModel, packed, residual
+from xrunner.models.passes import residual
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, Stage, StageModel, packed
 from xrunner.models.weights import WHOLE, PlacedWeights, Shard, WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs

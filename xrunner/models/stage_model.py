@@ -37,13 +37,13 @@ from xrunner.models.decoder import (
     read_norm,
     rms_weight,
 )
+from xrunner.models.passes import Pass
 from xrunner.models.rotary import element_order
 from xrunner.models.weights import WHOLE, PlacedWeights, Shard, TensorPart, WeightSource
-from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_attention
-from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
+from xrunner.ops.attention import PLAIN, Scoring
+from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers
 from xrunner.ops.linear import Product, activations_of
 from xrunner.ops.output_head import Scores
-from xrunner.ops.rows import Residual, rotate_and_store
 
 opt_ends = partial(DecoderEnds, norm="model.decoder.final_layer_norm",
                    table=("model.decoder.embed_positions.weight", POSITION_OFFSET))
@@ -264,13 +264,6 @@ def packed(layer: Any, weight_dtype: torch.dtype) -> Any:
     return layer
 
 
-def residual(inputs: Tensor, dtype: torch.dtype, *, is_own: bool) -> Residual:
-    """The residual stream of a step's input as `dtype`; a copy unless `is_own`. Within a process
-    another rank may hold the tensor of a message too."""
-    hidden = inputs.to(dtype)
-    return Residual(hidden if is_own or hidden is not inputs else inputs.clone())
-
-
 class Stage:
     """One rank's `shard` of every layer and of the head of a stage, on `device`. Weights are
     multiplied as `as_type`. Activations are of `work_dtype` (float32 for int8 weights); caches and
@@ -340,7 +333,6 @@ class StageModel(Stage):
               encoded: EncodeContext | None, *, ends_only: bool = False) -> Tensor:
         """Hidden states [n + T, H] of a decode step and of spans of inputs, in one pass.
 
-        One product covers all rows, attention is computed apart (ORCA's selective batching).
         `inputs`: tokens [n + T] on the first stage, hidden [n + T, H] after it; decoding rows come
         first. decoded, encoded: None for no rows of that kind.
 
@@ -360,40 +352,17 @@ class StageModel(Stage):
 
     def _together(self, inputs: Tensor, cache: Layers, decoded: DecodeContext | None,
                   encoded: EncodeContext | None, *, ends_only: bool = False) -> Tensor:
-        n = 0 if decoded is None else len(decoded.slots)
-        kept = None  # rows that the last layer goes on with; None: all
-        if ends_only and encoded is not None:
-            kept = torch.cat([torch.arange(n, device=inputs.device), encoded.ends + n])
-        positions, *where = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
-            *((step.positions, *step.places) for step in (decoded, encoded) if step is not None),
-            strict=True))
-        places = Places(*where)
-        hidden = residual(self.ends.embed(inputs, self._within(positions))
-                          if self.is_first else inputs, self.work_dtype, is_own=self.is_first)
-        rotations = self.ends.rotation(positions)
-        for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            query = rotate_and_store(layer.qkv(hidden), layer.heads, (keys, values), places,
-                                     None if layer.rotary is None else rotations[layer.rotary])
-            attended = []
-            if decoded is not None:
-                attended.append(decode_attention(query if encoded is None else query[:n],
-                                                 (keys, values), decoded, layer.scoring))
-            if encoded is not None:
-                attended.append(encode_attention(query if decoded is None else query[n:],
-                                                 (keys, values), encoded, layer.scoring))
-            every = attended[0] if len(attended) == 1 else torch.cat(attended)
-            if kept is not None and layer is self.layers[-1] and self.narrows:
-                hidden, every, kept = Residual(hidden.total()[kept]), every[kept], None
-            layer.finish(hidden, every)
-        if kept is not None:
-            hidden = Residual(hidden.total()[kept])
-        return hidden.total() if self.is_last else hidden.total().to(self.dtype)
+        own = Pass(self, inputs, decoded, encoded, ends_only=ends_only)
+        last = len(self.layers) - 1
+        for index, (layer, entries) in enumerate(zip(self.layers, cache, strict=True)):
+            own.through(layer, entries, is_last=index == last)
+        return own.output()
 
-    def _within(self, positions: Tensor) -> Tensor:
-        """Positions clamped to the model's: a static batch decodes finished rows on, which nobody
-        reads."""
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [T, H] of tokens [T]; first stage only. Positions are clamped to the
+        model's: a static batch decodes finished rows on, which nobody reads."""
         most = self.spec.max_positions
-        return positions if most is None else positions.clamp(max=most - 1)
+        return self.ends.embed(tokens, positions if most is None else positions.clamp(max=most - 1))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Last hidden states [n, H] after the final norm; last stage only."""
