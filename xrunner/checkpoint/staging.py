@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from xgpt.core.system.direct_file import MEMORY_SYSTEMS, file_system
 from xgpt.core.system.whole_file import read_object, write_atomically
 from xgpt.core.units import format_bytes, format_seconds
 from xrunner.checkpoint.identity import model_files
@@ -24,10 +25,9 @@ from xrunner.plan import RunPlan
 # for the launcher: the copying under way; why a node has no copy
 STAGING_FILE, NOTE_FILE = f"{HEARTBEATS}/staging", f"{HEARTBEATS}/staging.note"
 _NETWORK = re.compile(r"nfs4?|lustre|gpfs|beegfs.*|ceph|cifs|smb3|afs|9p|panfs|wekafs|fuse\..*")
-_NO_DISK = re.compile(f"{_NETWORK.pattern}|tmpfs|ramfs")
+_NO_DISK = re.compile(f"{_NETWORK.pattern}|{MEMORY_SYSTEMS.pattern}")
 _CHUNK_BYTES = 2**28  # chosen: progress is said after each
 _TRIES, _TRY_S = 50, 0.1  # chosen: to become the one that copies
-_MOUNTS = Path("/proc/self/mountinfo")
 _held: dict[Path, int] = {}  # copies that this process uses, with the descriptors of their locks
 
 
@@ -72,9 +72,7 @@ def _base(plan: RunPlan) -> Path | None:
 
 def _is_on(types: re.Pattern[str], path: Path) -> bool:
     """Whether the path lies on a file system of these types."""
-    device, mounted = path.stat().st_dev, _MOUNTS.read_text(errors="replace").splitlines()
-    kinds = {line.split()[2]: line.partition(" - ")[2].split()[0] for line in mounted}
-    return types.fullmatch(kinds.get(f"{os.major(device)}:{os.minor(device)}", "")) is not None
+    return types.fullmatch(file_system(path)) is not None
 
 
 def _copy(plan: RunPlan, base: Path) -> Path:

@@ -19,7 +19,7 @@ import pytest
 from plans import plan_of
 
 from xgpt.app.teller import tell_run
-from xrunner.checkpoint import staging
+from xgpt.core.system import direct_file
 from xrunner.checkpoint.identity import model_files
 from xrunner.checkpoint.staging import STAGING_FILE, release, staged
 from xrunner.files.sink import STARTING, write_progress
@@ -247,7 +247,7 @@ def mounts(plan, tmp_path, monkeypatch):
         for name in ("SLURM_TMPDIR", "TMPDIR"):
             monkeypatch.setenv(name, str(tmp_path / name))
             (tmp_path / name).mkdir()
-        monkeypatch.setattr(staging, "_MOUNTS", tmp_path / "mounts")
+        monkeypatch.setattr(direct_file, "MOUNTS", tmp_path / "mounts")
 
         def mount(of_model: str, of_rest: str = "ext4") -> None:
             (tmp_path / "mounts").write_text("".join(
