@@ -6,6 +6,7 @@ Each policy's row (xgpt.core.policies) names its class here, or one of a package
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from xgpt.core.placement import AskedPlacement
 from xgpt.core.units import Amount, Count, Flag, Positive, Share, Unbounded
 
 # How far admission to the KV cache looks ahead (xrunner.rules.room).
@@ -216,6 +217,7 @@ class FixedSchedule:
     tp_gpus: int | None = None
     ep_degree: int | None = None  # of a mixture of experts: see xgpt.core.model.Split
     attention_dp: int | None = None
+    placement: AskedPlacement | None = None  # of every pool; None: none is asked for
     others: tuple[tuple[str, int], ...] = ()  # (name, value) of variables of other packages
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from xgpt.core.model import ModelSpec
-from xgpt.core.units import Count, Flag, Positive, Share
+from xgpt.core.units import Amount, Count, Flag, Positive, Share, Unbounded
 
 DEVICE, HOST, DISK = range(3)
 TIERS = ("device", "host", "disk")
@@ -53,6 +53,80 @@ class Placement:
             found += [range(first, min(first + self.device_batch, part.stop))
                       for first in range(part.start, part.stop, self.device_batch)]
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedPlacement:
+    """Values of a placement that a job fixes; None leaves one to the planner."""
+
+    weights: Shares | None = None
+    kv: Shares | None = None
+    hidden: Shares | None = None
+    device_batch: int | None = None
+    order: Literal["zigzag", "row"] | None = None
+    overlap: bool | None = None
+    host_attention: bool | None = None
+    weight_bits: Literal[16, 4] | None = None
+    kv_bits: Literal[16, 4] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBytes:
+    """Planned bytes of one tier, of the stage that leaves least of it: what lies there for the
+    length of a block, `work` (buffers, activations) beside it, and what is `free`. `price`: share
+    of throughput that one GiB more would bring, by the linear program."""
+
+    name: Literal["device", "host", "disk"]
+    weights: Count
+    kv: Count
+    hidden: Count
+    work: Count
+    free: Count
+    price: Amount = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStep:
+    """One kind of step, of all layers of the slowest stage and a whole block: `count` of them in a
+    period. `seconds` of the step, and of each of its five terms alone; bytes that pass the links of
+    a layer's way up and down. `binds`: the longest term."""
+
+    kind: Literal["encode", "decode"]
+    count: Amount
+    seconds: Amount
+    up_s: Amount
+    down_s: Amount
+    read_s: Amount
+    write_s: Amount
+    compute_s: Amount
+    up_bytes: Count
+    down_bytes: Count
+    read_bytes: Count
+    write_bytes: Count
+
+    @property
+    def binds(self) -> str:
+        """The name of the longest term."""
+        return max(("up", "down", "read", "write", "compute"),
+                   key=lambda term: float(getattr(self, f"{term}_s")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedFigures:
+    """How a placement was chosen. `needed_bytes`: least memory of the fullest device without one.
+    `program_qps`: throughput by the linear program, before tensors and requests were kept whole.
+    `any_order_qps`: throughput that no order of work exceeds. `diagonal_block`: requests of a block
+    in diagonal order (FlexGen, A.2), which is not executed. `tried`: number of blocks (pairs of device
+    batch and their number) that the programs cover."""
+
+    tiers: tuple[TierBytes, ...]
+    steps: tuple[PlacedStep, ...]
+    block: Positive
+    program_qps: Amount
+    any_order_qps: Unbounded
+    diagonal_block: Count = 0
+    needed_bytes: Count = 0
+    tried: Count = 0
 
 
 class WeightTensor(NamedTuple):

@@ -7,7 +7,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -64,6 +64,8 @@ class Problem:
     # most stages of a replica, for an engine of equal replicas, each of equal tensor-parallel
     # groups within a node; None: any division
     most_stages: int | None = None
+    # whether the cluster's tiers may hold what its devices cannot
+    offload: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("weight_dtype", "kv_dtype"):

@@ -14,6 +14,7 @@ from pydantic_core import core_schema
 from xgpt.core.constraint import Bound, Prospect
 from xgpt.core.controls import Controls, Order, max_in_system
 from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.placement import PlacedFigures
 from xgpt.core.policies import policies, policy
 from xgpt.core.units import Amount, Count, Flag, Gap, Positive, Unbounded
 
@@ -325,7 +326,8 @@ class Schedule:
 
     `order`: in which order requests are run, within windows of `window` requests (0: the whole
     job). `order_gain`: share of the makespan that it saves, where the planner chose it.
-    `reordered`: where the order keeps shared prefixes together; else None."""
+    `reordered`: where the order keeps shared prefixes together; else None. `placed`: of a schedule
+    whose pools have a placement; else None."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     estimate: Estimate
@@ -342,6 +344,7 @@ class Schedule:
     window: Count = 0
     order_gain: Amount = 0.0
     reordered: Reordered | None = None
+    placed: PlacedFigures | None = None
 
     @property
     def controls(self) -> Controls:

@@ -55,8 +55,9 @@ def load_schedule(path: Path) -> Schedule:
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """The schedule as a JSON object with a section for each part; infinity is "inf"."""
     parts = asdict(schedule)
-    if schedule.reordered is None:
-        del parts["reordered"]
+    for name in ("reordered", "placed"):
+        if parts[name] is None:
+            del parts[name]
     is_placed = any(pool.placement for pool in schedule.estimate.all_pools)
     if not is_placed:
         for shape in (parts["estimate"], *parts["estimate"]["others"]):

@@ -167,7 +167,7 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
     if node is None or not isinstance(node.value, dict):
         return FixedSchedule(), Adjustment()
     own = read(section_kind(), node, "schedule.", reading.mistakes, elsewhere)
-    names = {field.name for field in fields(FixedSchedule)} - {"others"}
+    names = {field.name for field in fields(FixedSchedule)} - {"others", "placement"}
     schedule = FixedSchedule(
         **{name: getattr(own, name) for name in names},
         others=tuple((name, value) for name, value in vars(own).items() if value is not None
