@@ -46,7 +46,8 @@ def of_fields(kind: Any, **others: Json) -> Json:
     inner = {name for name in names if hints[name] == tuple[kind, ...]}
     own = {name: of_type(hints[name]) for name in names if name not in inner}
     alone = {"type": "array", "items": of_keys(own)}
-    return of_keys({**own, **dict.fromkeys(inner, alone), **others}, words=words)
+    return of_keys({**own, **dict.fromkeys(inner, alone), **others}, words=words,
+                   without=("placement",))  # of a pool on its devices alone
 
 
 def of_keys(properties: Mapping[str, Json], *, words: str = "", without: tuple[str, ...] = (),

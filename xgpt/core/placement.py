@@ -116,8 +116,8 @@ class PlacedFigures:
     """How a placement was chosen. `needed_bytes`: least memory of the fullest device without one.
     `program_qps`: throughput by the linear program, before tensors and requests were kept whole.
     `any_order_qps`: throughput that no order of work exceeds. `diagonal_block`: requests of a block
-    in diagonal order (FlexGen, A.2), which is not executed. `tried`: number of blocks (pairs of device
-    batch and their number) that the programs cover."""
+    in diagonal order (FlexGen, A.2), which is not executed. `tried`: number of blocks that the
+    programs cover, each of some device batches of one size."""
 
     tiers: tuple[TierBytes, ...]
     steps: tuple[PlacedStep, ...]
