@@ -221,7 +221,8 @@ def schedule_schema() -> Json:
     return of_keys({"version": {"enum": [SCHEDULE_VERSION, PLACED_VERSION]},
                     "policy": text("its name"),
                     **estimate, **{key: own[key] for key in own if key != "estimate"}},
-                   words=" ".join((Schedule.__doc__ or "").split()), without=("reordered", "placed"))
+                   words=" ".join((Schedule.__doc__ or "").split()),
+                   without=("reordered", "placed"))
 
 
 def sweep_schema(job: Json) -> Json:
