@@ -4,8 +4,9 @@ After attention a layer applies an MLP (plain or gated) or experts to each row. 
 checkpoint's names and layouts into `LayerWeights`; xgpt.core.model.Decoder says what is
 computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -137,6 +138,9 @@ class Mixture:
 
     def __init__(self, router: Tensor, mlps: list[GatedMlp], experts: Experts) -> None:
         self.router, self.mlps, self._experts = router, mlps, experts
+        # brings an expert's weights, and begins to bring those of the one used after it (None: no
+        # more); None: all are resident
+        self.lend: Callable[[int, int | None], None] | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -144,6 +148,26 @@ class Mixture:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Weighted sum [T, H] of each row's experts; an expert takes all of its rows at once."""
+        return self.over([rows])[0]
+
+    def over(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of each of `batches`, one expert after the other: each is used, and lent where
+        it is not resident, once for all of them."""
+        routes = [self._route(rows) for rows in batches]
+        outs = [torch.zeros_like(rows) for rows in batches]
+        used = [expert for expert in range(self._experts.count)
+                if any(route.of(expert) for route in routes)]
+        for place, expert in enumerate(used, start=1):
+            following = used[place] if place < len(used) else None
+            if self.lend is not None:
+                self.lend(expert, following)
+            for rows, route, out in zip(batches, routes, outs, strict=True):
+                if places := route.of(expert):
+                    own, mlp = route.rows[places], self.mlps[expert]
+                    out.index_add_(0, own, mlp(rows[own]) * route.shares[places][:, None])
+        return outs
+
+    def _route(self, rows: Tensor) -> "_Route":
         shares = F.linear(rows, self.router.to(rows.dtype)).softmax(-1, dtype=torch.float)
         weights, chosen = shares.topk(self._experts.per_token, dim=-1)
         if self._experts.is_normed:
@@ -151,15 +175,22 @@ class Mixture:
         # rows sorted by expert, each expert's in their order
         experts, order = chosen.flatten().sort(stable=True)
         counts = experts.bincount(minlength=self._experts.count).tolist()
-        out, first = torch.zeros_like(rows), 0
-        for mlp, count in zip(self.mlps, counts, strict=True):
-            if count:
-                places = order[first:first + count]
-                own = places // self._experts.per_token
-                share = weights.view(-1)[places].to(rows.dtype)
-                out.index_add_(0, own, mlp(rows[own]) * share[:, None])
-                first += count
-        return out
+        return _Route(order // self._experts.per_token, weights.view(-1)[order].to(rows.dtype),
+                      [0, *accumulate(counts)])
+
+
+class _Route(NamedTuple):
+    """Experts of a batch's rows. `rows`, `shares`: row and weight of each use, sorted by expert.
+    `bounds`: where each expert's uses begin, and where the last one's end."""
+
+    rows: Tensor
+    shares: Tensor
+    bounds: list[int]
+
+    def of(self, expert: int) -> slice | None:
+        """The uses of an expert; None if it has none."""
+        first, end = self.bounds[expert:expert + 2]
+        return slice(first, end) if end > first else None
 
 
 class LayerWeights(NamedTuple):
@@ -209,9 +240,20 @@ class DecoderLayer:
 
     def finish(self, hidden: Residual, attended: Tensor) -> None:
         """Turns hidden [T, H] into the layer's output, in place, by attended [T, h * d]."""
-        weights = self.weights
-        self._add(hidden, weights.out(attended), weights.attended_norm)
-        self._add(hidden, weights.mlp(_normed(hidden, weights.mlp_norm)), weights.output_norm)
+        self.project(hidden, attended)
+        self.mix([hidden])
+
+    def project(self, hidden: Residual, attended: Tensor) -> None:
+        """Adds attention's output projection to hidden [T, H]."""
+        self._add(hidden, self.weights.out(attended), self.weights.attended_norm)
+
+    def mix(self, batches: Sequence[Residual]) -> None:
+        """Adds the MLP's output to each of the batches' hidden states [T, H]."""
+        weights, mlp = self.weights, self.weights.mlp
+        normed = (_normed(hidden, weights.mlp_norm) for hidden in batches)
+        outs = mlp.over([*normed]) if isinstance(mlp, Mixture) else map(mlp, normed)
+        for hidden, out in zip(batches, outs, strict=True):
+            self._add(hidden, out, weights.output_norm)
 
     def _add(self, hidden: Residual, product: Tensor, norm: Norm | None) -> None:
         if self._scale != 1.0:
