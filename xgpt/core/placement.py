@@ -86,7 +86,7 @@ class TierBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedStep:
+class StepTerms:
     """One kind of step, of all layers of the slowest stage and a whole block: `count` of them in a
     period. `seconds` of the step, and of each of its five terms alone; bytes that pass the links of
     a layer's way up and down. `binds`: the longest term."""
@@ -120,7 +120,7 @@ class PlacedFigures:
     programs cover, each of some device batches of one size."""
 
     tiers: tuple[TierBytes, ...]
-    steps: tuple[PlacedStep, ...]
+    steps: tuple[StepTerms, ...]
     block: Positive
     program_qps: Amount
     any_order_qps: Unbounded
