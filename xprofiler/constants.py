@@ -81,6 +81,9 @@ class RooflineConstants:
     network: LinkConstants  # links of NETWORK_LATENCY_S or more
 
 
+# Bytes of entries per second that a host attends to: 0.0123e12 FLOP/s at two bytes an element, as
+# FlexGen's authors fitted it to a node with one T4 and a Xeon of 2.0 GHz (their t4-gcp constants).
+HOST_ATTENTION_BYTES_PER_S = 12.3e9
 # Limits between the kinds of link: NVLink 1 had 80 GB/s a direction; NCCL's cost model gives
 # NVLink 3.4, PCIe 5.7 and networks 14 us.
 FAST_LINK_BYTES_PER_S = 80e9

@@ -36,6 +36,7 @@ ALL_REDUCE, TRANSFER = MessageKind.ALL_REDUCE.value, MessageKind.TRANSFER.value
 HANDOVER = MessageKind.HANDOVER.value  # through hosts' memory
 HANDOVER_DIRECT = "kv_handover_direct"
 STEP_OVERHEAD = "step_overhead"
+COPY = "copy"  # between tiers; its link is a name of TimingFacts.copy_rates
 ENGINE_START = "engine_start"  # of another engine, until it is ready; its x counts engines
 _EVERY_LAYER = Operator.LAYER_REST.value  # a degree without this table was not timed
 

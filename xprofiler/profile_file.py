@@ -27,6 +27,8 @@ AXES = {
     Operator.DECODE_REST.value: ("tokens", ""),
     Operator.CROSS_KV.value: ("tokens", ""), Operator.EMBED.value: ("tokens", ""),
     Operator.HEAD.value: ("queries", ""), Operator.KV_COMPACTION.value: ("rows moved", "tokens"),
+    Operator.HOST_ATTENTION.value: ("queries", "context tokens"),
+    Operator.UNPACK.value: ("elements", ""), "copy": ("bytes", ""),
     "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
     "kv_handover_direct": ("bytes", ""), "step_overhead": ("", ""),
     "engine_start": ("engines at once", "")}

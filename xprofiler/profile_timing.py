@@ -20,6 +20,7 @@ from xgpt.core.system.machine import Layout
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.points import Needs, skipped_points
 from xprofiler.profile import (
+    COPY,
     ENGINE_START,
     HANDOVER,
     HANDOVER_DIRECT,
@@ -95,6 +96,8 @@ class ProfileTiming:
             tp_degrees=frozenset(degree for degree in profile.tp_degrees if any((
                 degree == 1, fallback is not None,
                 *(key[:2] == (MessageKind.ALL_REDUCE.value, degree) for key in self._grids)))),
+            copy_rates={key.link: points[-1].x / points[-1].median_s
+                        for key, points in profile.tables.items() if key.name == COPY},
             start_s={key.tp_degree: points[-1].median_s for key, points in profile.tables.items()
                      if key.name == ENGINE_START},
             captured_degrees=frozenset(key.tp_degree for key in profile.tables

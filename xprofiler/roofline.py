@@ -22,6 +22,7 @@ from xprofiler.constants import (
     BRIDGE_BYTES_PER_S,
     BRIDGE_LATENCY_S,
     FAST_LINK_BYTES_PER_S,
+    HOST_ATTENTION_BYTES_PER_S,
     NETWORK_LATENCY_S,
     LinkConstants,
     PerDegree,
@@ -159,6 +160,15 @@ class ModelKernels:
         return c.decode_attention_launch_s + np.hypot(
             c.decode_attention_item_s * queries * items, np.maximum(read_s, compute_s))
 
+    def host_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
+        """Seconds of decode attention by the host, which reads all entries from its memory."""
+        entries = queries * context * self._held(tp_degree)
+        return np.asarray(entries * self._kernels.kv_item_bytes / HOST_ATTENTION_BYTES_PER_S)
+
+    def unpack_s(self, elements: FloatArray, _: int) -> FloatArray:
+        """Seconds to widen elements of 4 bits: 4.5 bits read, one element written."""
+        return self._kernels.copied_s(elements * (4.5 / 8 + self._kernels.item_bytes))
+
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds to move `moved` rows of `tokens` each within a rank's KV cache: read and written
         once."""
@@ -256,11 +266,12 @@ class Roofline:
             Operator.LAYER_REST: own.layer_rest_s, Operator.DECODE_REST: own.layer_rest_s,
             Operator.ENCODER_REST: own.block_s,
             Operator.CROSS_KV: own.cross_kv_s, Operator.HEAD: own.head_s,
-            Operator.EMBED: own.embed_s}
+            Operator.EMBED: own.embed_s, Operator.UNPACK: own.unpack_s}
         self._attention: dict[Operator, Callable[[FloatArray, FloatArray, int], FloatArray]] = {
             Operator.ENCODE_ATTENTION: own.encode_s,
             Operator.DECODE_ATTENTION: own.cache_s,
             Operator.CROSS_ATTENTION: own.cache_s,
+            Operator.HOST_ATTENTION: own.host_s,
             Operator.KV_COMPACTION: own.compaction_s}
         # kernels read each query's own context; a device's rates are its share already
         self.facts = TimingFacts(step_overhead_s=self.constants.step_overhead_s, is_padded=False)

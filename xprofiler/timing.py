@@ -29,6 +29,9 @@ class Operator(Enum):
     EMBED = "embed"  # x = tokens
     HEAD = "head"  # final norm, output head, sampling: x = requests
     KV_COMPACTION = "kv_compaction"  # one layer: x = cache rows moved, y = tokens in each
+    # where a pool's bytes lie below its devices (xsimulator.placed)
+    HOST_ATTENTION = "host_attention"  # DECODE_ATTENTION by the host over entries in its memory
+    UNPACK = "unpack"  # x = elements of weights or entries in 4 bits that are widened
     # encoder-decoder models alone
     ENCODER_REST = "encoder_rest"  # one encoder layer without its attention kernel: x = tokens
     CROSS_KV = "cross_kv"  # one decoder layer's keys and values of encoder output: x = tokens
@@ -75,6 +78,10 @@ class TimingFacts:
     # beside computing: 0 if all overlap, 1 if none do. measured: FlexGen's Tables 2, 3 and 5 on a
     # T4, to which it was fitted (docs/offload.md); `xgpt profile` measures that of a machine
     serial_share: float = 0.45
+    # bytes per second of copies, where they depend on what is copied; else a tier's own count:
+    # "WHAT-TIER-WAY" or "WHAT-TIER-WAY-PHASE" with weights, kv or hidden; host or disk; up or down;
+    # encode or decode
+    copy_rates: Mapping[str, float] = field(default_factory=dict)
     # seconds until another engine is ready, by tensor-parallel degree, where measured
     start_s: Mapping[int, float] = field(default_factory=dict)
 
