@@ -163,11 +163,13 @@ class ModelKernels:
     def host_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds of decode attention by the host, which reads all entries from its memory."""
         entries = queries * context * self._held(tp_degree)
-        return np.asarray(entries * self._kernels.kv_item_bytes / HOST_ATTENTION_BYTES_PER_S)
+        return (self._constants.decode_attention_launch_s
+                + entries * self._kernels.kv_item_bytes / HOST_ATTENTION_BYTES_PER_S)
 
     def unpack_s(self, elements: FloatArray, _: int) -> FloatArray:
         """Seconds to widen elements of 4 bits: 4.5 bits read, one element written."""
-        return self._kernels.copied_s(elements * (4.5 / 8 + self._kernels.item_bytes))
+        moved = elements * (4.5 / 8 + self._kernels.item_bytes)
+        return self._kernels.copied_s(moved) + self._constants.elementwise_launch_s
 
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Seconds to move `moved` rows of `tokens` each within a rank's KV cache: read and written
