@@ -54,6 +54,8 @@ class Constraint:
     confidence: float = 0.95  # least probability that every limit is kept
     drift: float = 0.0  # share by which the mean output length may be longer or shorter
     memory_bytes: int | None = None  # usable, per device; None: all
+    host_bytes: int | None = None  # usable, of a node's host memory below its devices; None: all
+    disk_bytes: int | None = None  # usable, of a node's disk for what memory cannot hold; None: all
     max_gpus: int | None = None  # usable devices; None: all
     objective: Objective = "throughput"
     on_deadline: OnDeadline = "finish"

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from xgpt.core.cluster import Cluster
+from xgpt.core.cluster import Cluster, Tier
 from xgpt.core.constraint import Constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, engine_names
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.job import typed
-from xgpt.job.sections import SlurmSpec, is_file
+from xgpt.job.sections import SlurmSpec, absolute, is_file
 from xgpt.requests.keys import KEYS, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.requests.request_files import RequestFiles
 
@@ -32,6 +32,15 @@ STEP_TIMES = 0.15  # run.step_times: auto
 # cannot be an option of ssh or mpiexec, or a list of hosts
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
 _INTERFACE = r"[A-Za-z0-9][\w.:-]{0,14}"  # Linux's names have at most 15 characters
+
+
+def _offload(value: Any, folder: Path) -> str:
+    if value in ("auto", "off") or value is False:  # YAML 1.1 reads `off` as false
+        return value or "off"
+    path = absolute(typed.text_of(value), folder)
+    if is_file(path):
+        raise ValueError("a folder, not a file")
+    return str(path)
 
 
 def _share(usual: float, of: str) -> typed.Of:
@@ -109,6 +118,10 @@ class RunSpec:
             Path(typed.text_of(value)).is_absolute() and not is_file(Path(value))),
         "auto, off, or the absolute path of a folder (not a file) on each node's own disk",
         lambda value: value or "off", type=["string", "boolean"])] = "auto"
+    # where weights and the KV cache lie that the devices cannot hold; auto: beside the output,
+    # where the model does not fit otherwise
+    offload: Annotated[str, typed.InFolder(
+        _offload, "auto, off, or a folder on a disk", type=["string", "boolean"])] = "auto"
     # seconds after which answers reported done are on the disk
     sync_s: Annotated[float, typed.amount(parse_seconds, lambda x: 0.1 <= x <= 3600,
                                     "seconds, from 0.1 to 3600: 5 or '1m'")] = 5.0
@@ -211,3 +224,11 @@ class Job:
     price_per_hour: float | None = None  # of a device; None: the catalog's, if it has one
     adjustment: Adjustment = Adjustment()
     max_search_s: float | None = None  # seconds that the search may take; None: no limit
+    tiers: tuple[Tier, ...] = ()  # of a node, in place of the cluster's own of the same name
+
+    @property
+    def offload_folder(self) -> Path:
+        """Where weights and the KV cache lie that the devices cannot hold."""
+        if self.run.offload in ("auto", "off"):
+            return self.output.with_name(f"{self.output.name}.offload")
+        return Path(self.run.offload)

@@ -25,6 +25,7 @@ from xgpt.core.units import parse_seconds
 from xgpt.job import typed
 from xgpt.job.answer_forms import check_asked
 from xgpt.job.job import LOCAL_CLUSTER, Job, RunSpec, check_run
+from xgpt.job.placement_section import TiersSection, check_placed
 from xgpt.job.plan_sections import (
     AnyCluster,
     ConstraintSection,
@@ -93,6 +94,9 @@ class JobFile:
     name: Annotated[str | None, typed.text("a name of printable characters")] = None
     model: Annotated[str, typed.InFolder(_model, _MODEL, type="string", minLength=1)] = ""
     cluster: AnyCluster = ""
+    tiers: Annotated[TiersSection, Described(
+        description="a mapping, for example {disk: {memory: 1 TB, up: 3 GB, down: 1 GB}}")] = (
+            TiersSection())
     workload: Annotated[WorkloadSection, Described(
         description="a mapping with requests and lengths")] = WorkloadSection()
     objective: Annotated[Objective, typed.choice(OBJECTIVES)] = "throughput"
@@ -229,7 +233,7 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         results=results_of(own.results, workload.requests, output, reading),
         quote_formulas=own.quote_formulas, source=Path(os.path.abspath(path)),
         profile=own.profile, calibration=own.plan.calibration,
-        max_search_s=own.search.max_seconds)
+        max_search_s=own.search.max_seconds, tiers=own.tiers.built)
     _check(job, reading)
     check_asked(job, reading)
     if workload.only_encodes:
@@ -243,7 +247,7 @@ def _planned_engine(own: JobFile, cluster: str | Cluster, reading: typed.Reading
     """The engine to plan for by default: the one that runs, or that the profile is of. For GPUs
     elsewhere it is vLLM, if its computed times were compared with published runs on such GPUs."""
     is_here = cluster in (LOCAL_CLUSTER, "") or any(
-        map(reading.has, ("run.engine", "slurm", "profile")))
+        map(reading.has, ("run.engine", "slurm", "profile", "tiers", "schedule.placement")))
     if not is_here:
         device = (catalog.cluster(cluster) if isinstance(cluster, str) else cluster).device
         compared = {row["gpu"] for row in catalog.accuracy()["cells"] if row["engine"] == VLLM}
@@ -256,6 +260,7 @@ def _check(job: Job, reading: typed.Reading) -> None:
     """Records sections that contradict each other."""
     check_run(job.run, reading)
     check_sharing(job, reading)
+    check_placed(job, reading)
     if (model := catalog.model_named(job.model)) is not None:
         for key, allowed in wrong_split(job.schedule, model):
             reading.reject(f"schedule.{key}", allowed)

@@ -212,6 +212,10 @@ class ConstraintSection:
         0.0)
     memory: Annotated[int | None, amount(parse_bytes, lambda x: x > 0,
                                          "bytes of each device, for example '40 GiB'")] = None
+    host_memory: Annotated[int | None, amount(
+        parse_bytes, lambda x: x > 0, "bytes of a node below its devices, '200 GiB'")] = None
+    disk: Annotated[int | None, amount(
+        parse_bytes, lambda x: x > 0, "bytes of a node's disk, '1 TB'")] = None
     max_gpus: Annotated[int, whole(1, 100_000)] | None = None
 
 
@@ -228,8 +232,8 @@ def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
     return latency_constraint(
         latency_s=own.latency_s, kind=own.kind, quantile=own.quantile,
         further=tuple(further), confidence=own.confidence, drift=own.drift,
-        memory_bytes=own.memory, max_gpus=own.max_gpus, objective=objective,
-        on_deadline=own.on_deadline)
+        memory_bytes=own.memory, host_bytes=own.host_memory, disk_bytes=own.disk,
+        max_gpus=own.max_gpus, objective=objective, on_deadline=own.on_deadline)
 
 
 def without_limit(constraint: Constraint) -> Iterator[tuple[str, str]]:

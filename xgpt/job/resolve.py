@@ -1,8 +1,6 @@
 """Resolves what the user wrote (`Job`) into what is planned (`Problem`). It reads files that the
 job names, and detects this machine for `cluster: local`. It neither downloads nor reads requests: a
-caller that has done so passes `model` and `requests`.
-
-`open_layouts`: the divisions of this machine's cores that a job allows."""
+caller that has done so passes `model` and `requests`."""
 
 import math
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from xgpt.core.system.machine import MAX_DEFAULT_WORKERS, Layout, gpus_here, lay
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import earlier_lengths, resolve_lengths, without_requests
+from xgpt.job.placement_section import may_offload, with_tiers, wrong_placement
 from xgpt.job.plan_sections import without_limit
 from xgpt.job.schedule_section import OFF, SPLIT_KEYS, wrong_split
 from xgpt.requests.deadlines import in_seconds
@@ -63,7 +62,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
                     "replica needs one")
     if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
-    refuse(_wrong_forecast(job, shape, requests))
+    refuse([*_wrong_forecast(job, shape, requests), *wrong_placement(job, shape, cluster.device)])
     lengths = resolve_lengths(job, shape, requests)
     constraint, deadlines_s = with_deadlines(job, requests, start or datetime.now())
     # for a request without a cap of its own: the job's, else the longest planned for
@@ -89,6 +88,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         head_rows=lengths.inputs.mean if job.workload.embed == "mean" else max(
             requests.mean_targets, 1.0) if requests is not None else 1.0,
         has_head=job.workload.embed is None,
+        offload="auto" if may_offload(job, shape) else "off",
         input_error=requests.input_error if requests is not None and (
             job.workload.input_tokens.kind == "from_requests") else 0.0)
 
@@ -207,16 +207,15 @@ def _wrong_forecast(job: Job, model: ModelSpec, requests: Requests | None) -> It
 
 def resolve_cluster(job: Job) -> Cluster:
     """The job's cluster, cut to `run.ranks` and the constraint, at the job's price."""
-    ranks = job.run.ranks
+    ranks, hosts = job.run.ranks, len(job.run.hosts) or 1
     if job.cluster == LOCAL_CLUSTER:
-        hosts = len(job.run.hosts) or 1
         if ranks is None and job.run.engine in IN_CHILDREN and not gpus_here():
             ranks = hosts
         cluster = local.detect(ranks, hosts)
     else:
         cluster = job.cluster if isinstance(job.cluster, Cluster) else catalog.cluster(job.cluster)
         cluster = cluster if ranks is None else _part_of(cluster, ranks, job.source)
-    cluster = limited(cluster, job.constraint)
+    cluster = limited(with_tiers(cluster, job), job.constraint)
     if (price := job.price_per_hour) is None:
         return cluster
     return replace(cluster, device=replace(

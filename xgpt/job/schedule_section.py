@@ -41,7 +41,7 @@ from xgpt.core.policies import (
 )
 from xgpt.core.systems import STATIC
 from xgpt.core.units import parse_count, parse_share
-from xgpt.job import batches_section
+from xgpt.job import batches_section, placement_section
 from xgpt.job.job import Job
 from xgpt.job.typed import (
     CONFIG,
@@ -64,7 +64,7 @@ MOST, MOST_PARTS = 1_000_000, 4096  # chosen
 AUTO, OFF = "auto", "off"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
 _OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "order", "window", "admission",
-                  "forecast", "batches", "system", "prefixes"}
+                  "forecast", "batches", "system", "prefixes", "placement"}
 WHOLE_JOB = "job"
 SPLIT_KEYS = ("ep_degree", "attention_dp")  # how a mixture's layer is divided in a group
 _RULES = (AUTO, *ADMISSION_RULES)
@@ -141,6 +141,7 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("prefixes", Annotated[str, that(
             lambda value: value in (AUTO, OFF), f"{AUTO} or {OFF}", enum=[AUTO, OFF])], AUTO),
         *batches_section.FIELDS,
+        *placement_section.FIELDS,
     ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
 
 
@@ -170,6 +171,7 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
     names = {field.name for field in fields(FixedSchedule)} - {"others", "placement"}
     schedule = FixedSchedule(
         **{name: getattr(own, name) for name in names},
+        placement=placement_section.placement_of(reading, own),
         others=tuple((name, value) for name, value in vars(own).items() if value is not None
                      and name not in names | _OF_ADJUSTMENT))
     batches = batches_section.batches_of(reading, own)
