@@ -277,6 +277,8 @@ class DecoderEnds:
         row of position 0; norms then have biases."""
         self._spec, self._rotaries, self._scale = spec, rotaries(spec), spec.decoder.embedding_scale
         self.embedding: Tensor | None = None
+        # reads rows of a table that is not resident; None: it is
+        self.rows: Callable[[Tensor], Tensor] | None = None
         self.head: OutputHead | None = None
         self.norm: Norm | None = None
         self.positions: Tensor | None = None
@@ -298,8 +300,11 @@ class DecoderEnds:
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [T, H] of tokens [T] at positions [T]."""
-        assert self.embedding is not None, "only the first stage embeds"
-        hidden = F.embedding(tokens, self.embedding)
+        if self.rows is not None:
+            hidden = self.rows(tokens)
+        else:
+            assert self.embedding is not None, "only the first stage embeds"
+            hidden = F.embedding(tokens, self.embedding)
         if self._scale != 1.0:
             hidden = hidden * self._scale
         if self.positions is None:

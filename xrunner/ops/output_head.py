@@ -7,7 +7,7 @@ batch stream as fast as in one product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,28 +43,36 @@ class OutputHead:
     def __init__(self, weight: Tensor) -> None:
         self.shape = tuple(weight.shape)
         most = PIECE_TOKENS if weight.is_cpu else max(len(weight), 1)
-        self._pieces = [Product(part) for part in torch.split(weight, most)]
+        self.pieces = [Product(part) for part in torch.split(weight, most)]
+        # brings a piece's weights, and begins to bring those of the next; None: all are resident
+        self.lend: Callable[[int], None] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for piece in self._pieces for tensor in piece.tensors]
+        return [tensor for piece in self.pieces for tensor in piece.tensors]
 
     def pack(self, dtype: torch.dtype) -> None:
-        for piece in self._pieces:
+        for piece in self.pieces:
             piece.pack(dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [n, V_local] of x [n, H], of the dtype that the weight is held as."""
-        parts = [piece(x) for piece in self._pieces]
+        parts = [piece(x) for piece in self._lent()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def best(self, x: Tensor) -> BestTokens:
         """Largest logit and token of each row of x [n, H]."""
         best, first = no_tokens(len(x), x.device), 0
-        for piece in self._pieces:
+        for piece in self._lent():
             best = keep_best(best, piece(x), first)
             first += piece.shape[0]
         return best
+
+    def _lent(self) -> Iterator[Product]:
+        for index, piece in enumerate(self.pieces):
+            if self.lend is not None:
+                self.lend(index)
+            yield piece
 
 
 class HeadScores:
