@@ -1,6 +1,7 @@
 """The way of some rows of a step through the layers of a stage, one layer at a time."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -8,7 +9,9 @@ from torch import Tensor
 from xrunner.models.decoder import DecoderEnds, DecoderLayer
 from xrunner.ops.attention import decode_attention, encode_attention
 from xrunner.ops.contexts import Cache, DecodeContext, EncodeContext, Places
-from xrunner.ops.rows import Residual, rotate_and_store
+from xrunner.ops.rows import Residual, Rotation, rotate_and_store
+
+Across = Callable[[Literal["up", "down"], Tensor], Tensor]
 
 
 class StageEnds(Protocol):
@@ -36,8 +39,11 @@ class Pass:
     product covers all rows, attention is computed apart (ORCA's selective batching)."""
 
     def __init__(self, model: StageEnds, inputs: Tensor, decoded: DecodeContext | None,
-                 encoded: EncodeContext | None, *, ends_only: bool = False) -> None:
-        """`inputs`, `decoded`, `encoded`, `ends_only`: as of StageModel.mixed."""
+                 encoded: EncodeContext | None, *, ends_only: bool = False,
+                 across: Across | None = None) -> None:
+        """`inputs`, `decoded`, `encoded`, `ends_only`: as of StageModel.mixed. `across`: moves
+        what attention reads to the memory of the entries, and its output back, where that is not
+        the stage's device; the contexts lie with the entries."""
         self._model, self._decoded, self._encoded = model, decoded, encoded
         self._num_decoded = n = 0 if decoded is None else len(decoded.slots)
         self._kept = None  # rows that the last layer goes on with; None: all
@@ -46,10 +52,12 @@ class Pass:
         positions, *where = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
             *((step.positions, *step.places) for step in (decoded, encoded) if step is not None),
             strict=True))
-        self._places = Places(*where)
-        self.hidden = residual(model.embedded(inputs, positions) if model.is_first else inputs,
+        self._places, self._across = Places(*where), across
+        here = positions.to(inputs.device)
+        self.hidden = residual(model.embedded(inputs, here) if model.is_first else inputs,
                                model.work_dtype, is_own=model.is_first)
-        self._rotations = model.ends.rotation(positions)
+        self._rotations = [Rotation(*(part.to(positions.device) for part in own))
+                           for own in model.ends.rotation(here)]
 
     def through(self, layer: DecoderLayer, entries: Cache, *, is_last: bool) -> None:
         """Computes one layer; the keys and values of the rows go into `entries`. `is_last`: of this
@@ -60,9 +68,11 @@ class Pass:
     def attended(self, layer: DecoderLayer, entries: Cache, *, is_last: bool) -> Tensor:
         """Attention's output [T, h * d] in this layer, before its projection."""
         decoded, encoded, n = self._decoded, self._encoded, self._num_decoded
-        query = rotate_and_store(
-            layer.qkv(self.hidden), layer.heads, entries, self._places,
-            None if layer.rotary is None else self._rotations[layer.rotary])
+        joint = layer.qkv(self.hidden)
+        if self._across is not None:
+            joint = self._across("down", joint)
+        rotation = None if layer.rotary is None else self._rotations[layer.rotary]
+        query = rotate_and_store(joint, layer.heads, entries, self._places, rotation)
         found = []
         if decoded is not None:
             found.append(decode_attention(query if encoded is None else query[:n], entries,
@@ -71,6 +81,8 @@ class Pass:
             found.append(encode_attention(query if decoded is None else query[n:], entries,
                                           encoded, layer.scoring))
         every = found[0] if len(found) == 1 else torch.cat(found)
+        if self._across is not None:
+            every = self._across("up", every)
         if self._kept is not None and is_last and self._model.narrows:
             kept, self._kept = self._kept, None
             self.hidden, every = Residual(self.hidden.total()[kept]), every[kept]
