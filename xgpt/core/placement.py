@@ -198,6 +198,28 @@ def tier_of_tensors(sizes: Sequence[int], shares: Shares) -> list[int]:
     return found
 
 
+class StageTiers(NamedTuple):
+    """Tier of each product of a stage: of the embedding and of the head (None: not on this stage),
+    and of each layer's products, in the order of `layer_tensors`."""
+
+    embedding: int | None
+    layers: list[list[int]]
+    head: int | None
+
+
+def stage_tiers(model: ModelSpec, num_layers: int, shares: Shares, *, is_first: bool,
+                is_last: bool) -> StageTiers:
+    """Where the products of a stage lie with these shares of their elements."""
+    tensors = stage_tensors(model, num_layers, is_first=is_first, is_last=is_last)
+    tiers = tier_of_tensors([tensor.elements for tensor in tensors], shares)
+    each = len(layer_tensors(model))
+    first = 1 if is_first else 0
+    return StageTiers(
+        embedding=tiers[0] if is_first else None,
+        layers=[tiers[at:at + each] for at in range(first, first + num_layers * each, each)],
+        head=tiers[-1] if tensors[-1].name == "head" else None)
+
+
 def queries_by_tier(count: int, shares: Shares) -> tuple[range, range, range]:
     """The slots of `count` requests whose entries lie on each tier: the first ones on the device,
     the last ones on disk."""

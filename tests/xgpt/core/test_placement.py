@@ -8,6 +8,7 @@ from xgpt.core.placement import (
     kv_block_tokens,
     queries_by_tier,
     stage_tensors,
+    stage_tiers,
     tier_of_tensors,
 )
 
@@ -23,6 +24,15 @@ def test_tensors_of_every_stretch_of_layers_lie_on_tiers_by_their_shares(shares)
             held = sum(size for size, own in zip(sizes[:count], tiers, strict=False) if own == tier)
             assert abs(held - share * whole) <= max(sizes[:count])
             assert share or not held
+
+
+def test_a_stage_has_the_tiers_of_its_tensors_in_order():
+    model, shares = catalog.model("opt-125m"), (0.3, 0.3, 0.4)
+    tiers = stage_tiers(model, 3, shares, is_first=True, is_last=True)
+    sizes = [own.elements for own in stage_tensors(model, 3, is_first=True, is_last=True)]
+    assert [tiers.embedding, *sum(tiers.layers, []), tiers.head] == tier_of_tensors(sizes, shares)
+    inner = stage_tiers(model, 3, shares, is_first=False, is_last=False)
+    assert inner.embedding is inner.head is None and len(inner.layers) == 3
 
 
 @pytest.mark.parametrize(("shares", "sizes"), [
