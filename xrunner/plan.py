@@ -86,6 +86,7 @@ class Execution:
     # all begin
     expires_s: float | None = None
     stage_model: str = "off"  # xrunner.checkpoint.staging
+    offload: str = ""  # folder of what placements keep on disk; "": there is none
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
 
     def expires_at(self, deadlines_s: FloatArray | None, query: int) -> float:
@@ -139,6 +140,9 @@ def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
             "layout of ranks and stages": json.dumps([
                 ([(pool.name, pool.role, [asdict(stage) for stage in pool.stages])
                   for pool in of.pools], of.replicas) for of in deployments]),
+            "placement": json.dumps([plan.offload, *(
+                pool.placement and asdict(pool.placement) for of in deployments
+                for pool in of.pools)]),
             "kind of products": "deterministic" if plan.deterministic else "usual",
             "number of threads": str(plan.threads_per_rank)}
 

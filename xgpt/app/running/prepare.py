@@ -249,6 +249,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
             opened, estimate),
         shares_prefixes=estimate is not None and shares_prefixes(opened.problem, estimate),
         has_forms=bool(job.workload.requests and job.workload.requests.terms.form),
+        offload=str(job.offload_folder) if estimate is not None and any(
+            pool.placement for pool in estimate.all_pools) else "",
         cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
         engine_python=run.engine_python or "", stall_timeout_s=run.stall_timeout_s,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
