@@ -90,7 +90,7 @@ def test_a_captured_step_reads_what_its_buffers_hold_then(ops, device):
 def test_the_doctor_leaves_its_file(xgpt_command, tmp_path):
     done = subprocess.run([*xgpt_command, "doctor", "--gpu"], cwd=tmp_path, capture_output=True,
                           text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("xgpt-doctor-*.json")
     written = json.loads(file.read_text())
-    assert done.returncode == 0, done.stderr
     assert written["copy_bytes_per_s"] > 0 and all(case["agrees"] for case in written["cases"])

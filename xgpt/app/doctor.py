@@ -204,7 +204,9 @@ def compare_on_gpu(folder: Path, checks: Path = _CHECKS) -> Path:
     file = folder / f"xgpt-doctor-{card}.json"
     done = subprocess.run([sys.executable, str(script), str(file)], check=False, text=True,
                           stdout=sys.__stderr__, stderr=subprocess.PIPE,
-                          env={**without_other_launchers(os.environ), **own_modules()})
+                          # the script imports modules beside it, which PYTHONSAFEPATH hides
+                          env={**without_other_launchers(os.environ), **own_modules(),
+                               "PYTHONSAFEPATH": ""})
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise XgptError(said[-1] if said else f"{script.name} ended with {done.returncode}")

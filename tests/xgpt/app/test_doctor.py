@@ -88,7 +88,8 @@ def test_what_compares_kernels_writes_the_file_or_is_quoted(tmp_path, monkeypatc
     with pytest.raises(XgptError, match="needs xgpt's source tree"):
         doctor.compare_on_gpu(tmp_path, tmp_path)
     script = tmp_path / "gpu_report.py"
-    script.write_text("import sys; open(sys.argv[1], 'w')")
+    (tmp_path / "what_it_shares.py").write_text("TEXT = ''")
+    script.write_text("import sys; from what_it_shares import TEXT; open(sys.argv[1], 'w')")
     file = doctor.compare_on_gpu(tmp_path, tmp_path)
     assert file.name == "xgpt-doctor-nvidia-toy-40.json" and file.is_file()
     script.write_text("raise SystemExit('cupy is not installed')")
