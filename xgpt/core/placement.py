@@ -144,12 +144,12 @@ class WeightTensor(NamedTuple):
     def held_bytes(self, item_bytes: int, bits: int = 16) -> int:
         """Most bytes that it takes in any layout: in rows or panels of `item_bytes` an
         element, or in groups of 4 bits, to the end of a sector."""
-        if bits == 4:
-            rows = self.outputs * -(-self.inputs // _GROUP)
-            return sectors(rows * (_GROUP // 2 + 4))
         halves = 2 if self.is_gated else 1
         panels = halves * -(-self.outputs // halves // _PANEL) * _PANEL
-        return sectors(max(panels, self.outputs) * (self.inputs + self.inputs % 2) * item_bytes)
+        outputs, pairs = max(panels, self.outputs), (self.inputs + 1) // 2
+        if bits == 4:  # the groups of a panel take every second input
+            return sectors(outputs * 2 * -(-pairs // _GROUP) * (_GROUP // 2 + 4))
+        return sectors(outputs * 2 * pairs * item_bytes)
 
 
 def sectors(num_bytes: int) -> int:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from xgpt.core.errors import XgptError
 from xrunner.ops import invariant
 from xrunner.ops.cpu.products import (
+    Int8Rows,
     Int8Weight,
     MklWeight,
     PairsWeight,
@@ -30,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # activation -> oneDNN's name and algorithm
 _ONEDNN = {"relu": ("relu", ""), "gelu": ("gelu", "tanh"),
            "gelu_erf": ("gelu", "none")}
+_MOVABLE = PairsWeight, Int8Rows
 _EXACT = ("none", "relu", "silu_mul")  # of a row, whatever rows are beside it
 
 
@@ -46,7 +49,7 @@ class Product:
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
         self._tile: int | None = None  # rows of a product for batch invariance
-        self._other: Int8Weight | MklWeight | PairsWeight | None = None
+        self._other: Int8Rows | Int8Weight | MklWeight | PairsWeight | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -64,6 +67,49 @@ class Product:
         if invariant.is_deterministic() and 0 not in weight.shape and not self._is_row_by_row:
             self._tile = invariant.tile_of(self._product, self.shape[1], activations_of(dtype))
 
+    def pack_movable(self, dtype: torch.dtype, device_type: str) -> None:
+        """Packs for computing on `device_type` in a layout that may lie anywhere: `movable` is its
+        tensor, and `place` exchanges it. A weight on "meta" gets the layout alone. Raises XgptError
+        if `run.deterministic` needs another layout."""
+        assert self.weight is not None, "packed twice"
+        weight, is_int8, dtype = self.weight, dtype == torch.int8, activations_of(dtype)
+        self.bias = None if self.bias is None else self.bias.to(dtype)
+        if is_int8:
+            self._other, self.weight = Int8Rows(weight), None
+        elif device_type == "cpu" and dtype == torch.bfloat16 and is_pairs_served():
+            self._other = PairsWeight(weight.to(dtype), is_gated=self._is_gated)
+            self.weight = None
+        else:
+            self.weight = weight.to(dtype).contiguous()
+        if invariant.is_deterministic() and not self._is_row_by_row:
+            raise XgptError("run.deterministic: weights that do not stay on the device are not "
+                            f"multiplied row by row as {str(dtype).removeprefix('torch.')} on this "
+                            "processor; run without it, or with run.offload: off")
+
+    @property
+    def movable(self) -> Tensor:
+        """The weight as `pack_movable` laid it out: panels, rows, or int8 codes."""
+        held = self._other.movable if isinstance(self._other, _MOVABLE) else self.weight
+        assert held is not None, "packed to stay"
+        return held
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Scales [out] float32 of int8 codes; None for other weights."""
+        return self._other.scales if isinstance(self._other, Int8Rows) else None
+
+    def place(self, weight: Tensor, scales: Tensor | None = None) -> None:
+        """Computes by `weight` from now on: `movable` at another place, "meta" for none. `scales`:
+        those of int8 codes, where they were not known."""
+        own = self.movable
+        assert (weight.shape, weight.dtype) == (own.shape, own.dtype), f"{weight.shape = }"
+        if not isinstance(self._other, _MOVABLE):
+            self.weight = weight
+            return
+        self._other.movable = weight
+        if isinstance(self._other, Int8Rows) and scales is not None:
+            self._other.scales = scales
+
     @property
     def _is_gated(self) -> bool:
         """Whether one product with a gate is used, which has no bias."""
@@ -73,7 +119,7 @@ class Product:
     def _is_row_by_row(self) -> bool:
         """Whether rows are summed in one order whatever is beside them, and the activation is
         exact."""
-        return isinstance(self._other, PairsWeight) and self._activation in _EXACT
+        return isinstance(self._other, _MOVABLE) and self._activation in _EXACT
 
     def _pack_as(self, weight: Tensor, dtype: torch.dtype) -> None:
         is_int8, dtype = dtype == torch.int8, activations_of(dtype)

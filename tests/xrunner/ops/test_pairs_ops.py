@@ -70,7 +70,7 @@ def test_shares_that_are_cut_anywhere_leave_out_no_tile(threads):
     lib = library()
     for _ in range(20):
         got = torch.full_like(expected, torch.nan)  # what is left out stays so
-        lib.xgpt_pairs_product(got.data_ptr(), held.panels.data_ptr(), x.data_ptr(), None, 0,
+        lib.xgpt_pairs_product(got.data_ptr(), held.movable.data_ptr(), x.data_ptr(), None, 0,
                                *x.shape, expected.shape[1], threads)
         assert torch.equal(got, expected)
 

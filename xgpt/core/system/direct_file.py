@@ -106,6 +106,8 @@ class DirectFile:
 
     def _transfer(self, offset: int, data: memoryview, *, is_write: bool) -> None:
         assert offset % SECTOR == len(data) % SECTOR == 0, f"{offset = } {len(data) = }"
+        if is_write:  # a file may grow
+            self.num_bytes = max(self.num_bytes, offset + len(data))
         assert 0 <= offset <= self.num_bytes - len(data), f"{offset = } {self.num_bytes = }"
         done = 0
         while done < len(data):

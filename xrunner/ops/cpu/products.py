@@ -39,9 +39,7 @@ class Int8Weight:
 
     def __init__(self, weight: Tensor) -> None:
         """`weight`: [out, in]; neither size is 0."""
-        wide = weight.float()
-        self.scales = (wide.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
-        codes = (wide / self.scales[:, None]).round_().to(torch.int8)
+        codes, self.scales = _codes(weight)
         self.packed: Tensor = _ONEDNN.qlinear_prepack(codes, None)
         self._zeros = torch.zeros(len(codes), dtype=torch.int32)
 
@@ -57,6 +55,33 @@ class Int8Weight:
             codes, 1.0, _ZERO, self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32,
             "none", [], "")
         return rescale(sums, scales, bias)
+
+
+class Int8Rows:
+    """A weight as int8 codes [out, in] in rows that may lie anywhere; results are Int8Weight's."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight`: [out, in]; neither size is 0."""
+        self.movable, self.scales = _codes(weight)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors that it holds."""
+        return [self.movable, self.scales]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias, as of Int8Weight."""
+        codes, scales = quantise(x)
+        signed = (codes ^ _ZERO).view(torch.int8)  # codes - 128
+        sums = torch._int_mm(signed, self.movable.t())
+        return rescale(sums * self.scales, scales, bias)
+
+
+def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [out, in] int8 and scales [out] float32 of a weight."""
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+    return (wide / scales[:, None]).round_().to(torch.int8), scales
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +133,8 @@ class PairsWeight:
         halves, inputs = weight.chunk(1 + is_gated), weight.shape[1]
         self._out, self._is_gated = len(halves[0]), is_gated
         pairs, panels = (inputs + 1) // 2, -(-self._out // PANEL)
-        self.panels = weight.new_empty(len(halves) * panels, pairs, PANEL, 2)
-        for half, own in zip(halves, torch.split(self.panels, panels), strict=True):
+        self.movable = weight.new_empty(len(halves) * panels, pairs, PANEL, 2)
+        for half, own in zip(halves, torch.split(self.movable, panels), strict=True):
             pieces = torch.split(own, _AT_ONCE), torch.split(half, _AT_ONCE * PANEL)
             for some, rows in zip(*pieces, strict=True):
                 whole = F.pad(rows, (0, inputs % 2, 0, -len(rows) % PANEL))
@@ -118,7 +143,7 @@ class PairsWeight:
     @property
     def tensors(self) -> list[Tensor]:
         """Tensors that it holds."""
-        return [self.panels]
+        return [self.movable]
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
         """x W^T + bias, [T, out] bfloat16, of x [T, in]; bias [out] bfloat16. A gated weight, which
@@ -129,11 +154,11 @@ class PairsWeight:
         out = x.new_empty(len(x), self._out)
         if self._is_gated:
             assert bias is None and not relu, f"{bias = } {relu = }"
-            check(lib.xgpt_pairs_gated(out.data_ptr(), self.panels.data_ptr(), x.data_ptr(),
+            check(lib.xgpt_pairs_gated(out.data_ptr(), self.movable.data_ptr(), x.data_ptr(),
                                        *x.shape, self._out, threads()))
             return out
         check(lib.xgpt_pairs_product(
-            out.data_ptr(), self.panels.data_ptr(), x.data_ptr(),
+            out.data_ptr(), self.movable.data_ptr(), x.data_ptr(),
             None if bias is None else bias.data_ptr(), relu, *x.shape, self._out, threads()))
         return out
 
