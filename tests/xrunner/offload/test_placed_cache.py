@@ -1,0 +1,135 @@
+"""Entries on tiers: attention over them is what it is over a cache in memory, whatever joins,
+decodes and goes, wherever the entries lie."""
+
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xgpt.core.placement import Placement
+from xrunner.engine.kv import KvCache, KvShape
+from xrunner.offload.arena import Arena
+from xrunner.offload.kv_parts import Tiers
+from xrunner.offload.mover import Mover
+from xrunner.offload.placed_cache import Piece, placed_caches
+from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_attention
+from xrunner.ops.contexts import DecodeContext, EncodeContext, decode_context, encode_context
+from xrunner.ops.rows import rotate_and_store
+from xrunner.rules.slots import Span
+
+LAYERS, SLOTS, KV_HEADS, HEADS, DIM, CAPACITY = 3, 11, 2, 4, 16, 150
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+SHARES = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.3, 0.0, 0.7), (0.4, 0.3, 0.3),
+          (0.1, 0.6, 0.3)]
+
+
+def placement_of(kv: tuple[float, float, float], **settings: object) -> Placement:
+    return Placement(weights=(1, 0, 0), kv=kv, hidden=(1, 0, 0),
+                     **{"device_batch": 3, **settings})  # type: ignore[arg-type]
+
+
+def tiers_of(placement: Placement, folder: Path) -> Tiers:
+    return Tiers(placement, CPU, (Arena("device"), Arena("host"), Arena("disk")),
+                 Mover(overlap=placement.overlap), folder)
+
+
+class Both:
+    """A cache in rows in memory and one by tiers, which get the same steps."""
+
+    def __init__(self, tiers: Tiers, dtype: torch.dtype, scoring: Scoring, seed: int) -> None:
+        shape = KvShape(LAYERS, SLOTS, KV_HEADS, CAPACITY, DIM, dtype)
+        self.tiers, self.dtype, self.scoring = tiers, dtype, scoring
+        self.plain, (self.placed,) = KvCache(shape), placed_caches(1, shape, tiers)
+        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def encode(self, lengths: list[int]) -> None:
+        first = len(self.plain.lengths)
+        spans = [Span(first + i, 0, length, True) for i, length in enumerate(lengths)]
+        for cache in (self.plain, self.placed):
+            cache.seat(len(lengths), ())
+        self.compare(sum(lengths), encode_context(spans), self.placed.pieces(spans))
+        for cache, span in product((self.plain, self.placed), spans):
+            cache.grow(span.slot, span.tokens)
+
+    def decode(self) -> None:
+        lengths = [length + 1 for length in self.plain.lengths]
+        self.compare(len(lengths), decode_context(lengths), self.placed.pieces())
+        for cache, slot in product((self.plain, self.placed), range(len(lengths))):
+            cache.grow(slot)
+
+    def free(self, removed: list[int]) -> None:
+        assert self.plain.free(removed) == self.placed.free(removed)
+        assert self.plain.lengths == self.placed.lengths
+
+    def compare(self, rows: int, step: DecodeContext | EncodeContext, pieces: list[Piece]) -> None:
+        """The step's attention over both caches, the pieces in one order or the other."""
+        assert [row for piece in pieces for row in range(rows)[piece.rows]] == [*range(rows)]
+        joints = torch.randn(LAYERS, rows, (HEADS + 2 * KV_HEADS) * DIM,
+                             generator=self.generator).to(self.dtype)
+        found, order = torch.zeros(LAYERS, rows, HEADS * DIM, dtype=self.dtype), [
+            *product(range(LAYERS), pieces)]
+        if self.tiers.placement.order == "row":
+            order.sort(key=lambda own: own[1].rows.start)
+        ahead = 0  # pieces that were begun
+        for place, (layer, piece) in enumerate(order):
+            own, ahead = self.placed.lend(layer, piece), max(ahead, place + 1)
+            if ahead < len(order) and self.random.random() < 0.8:
+                self.placed.ahead(*order[ahead])
+                ahead += 1
+            step_of = piece.decoded or piece.encoded
+            assert step_of is not None
+            found[layer, piece.rows] = self.attended(joints[layer, piece.rows], own, step_of)
+            self.placed.put(layer, piece)
+        for layer in range(LAYERS):
+            expected = self.attended(joints[layer], self.plain.layers[layer], step)
+            assert (found[layer] - expected).abs().max() <= TOLERANCE[self.dtype]
+
+    def attended(self, joint: Tensor, cache: tuple[Tensor, Tensor],
+                 step: DecodeContext | EncodeContext) -> Tensor:
+        query = rotate_and_store(joint.clone(), HEADS, cache, step.places)
+        if isinstance(step, DecodeContext):
+            return decode_attention(query, cache, step, self.scoring)
+        return encode_attention(query, cache, step, self.scoring)
+
+
+def drawn(both: Both, steps: int) -> None:
+    """Random steps: requests join, decode and go."""
+    draw = both.random
+    for _ in range(steps):
+        here = len(both.plain.lengths)
+        if here and draw.random() < 0.25:
+            both.free(sorted(draw.sample(range(here), draw.randint(1, here))))
+        elif here < SLOTS and draw.random() < 0.4:
+            both.encode([draw.randint(1, 100) for _ in range(draw.randint(1, SLOTS - here))])
+        elif here and max(both.plain.lengths) < CAPACITY:
+            for _ in range(draw.randint(1, 20)):
+                if max(both.plain.lengths) < CAPACITY:
+                    both.decode()
+
+
+@examples(30)
+@given(kv=st.sampled_from(SHARES), order=st.sampled_from(["zigzag", "row"]), overlap=st.booleans(),
+       host_attention=st.booleans(), dtype=st.sampled_from([*TOLERANCE]),
+       scoring=st.sampled_from([PLAIN, PLAIN, Scoring(window=20), Scoring(cap=1.5)]),
+       seed=st.integers(0, 2**31))
+def test_attention_over_tiers_is_that_over_memory(
+        tmp_path_factory: pytest.TempPathFactory, kv: tuple[float, float, float], order: str,
+        overlap: bool, host_attention: bool, dtype: torch.dtype, scoring: Scoring,
+        seed: int) -> None:
+    folder = tmp_path_factory.mktemp("kv")
+    tiers = tiers_of(placement_of(kv, order=order, overlap=overlap,
+                                  host_attention=host_attention), folder)
+    both = Both(tiers, dtype, scoring, seed)
+    try:
+        drawn(both, 12)
+        assert not [*folder.iterdir()]  # the file has no name
+    finally:
+        tiers.mover.close()
+        both.placed.close()
