@@ -23,7 +23,7 @@ Tokens = Sequence[tuple[int, int]]  # of each request: the first, and one behind
 
 
 class Tiers(NamedTuple):
-    """What a rank places entries on. `arenas`: by tier; the device's for the host of a CPU rank
+    """A rank's tiers. `arenas`: by tier; the device's for the host of a CPU rank
     that has no such tier. `folder`: of files."""
 
     placement: Placement
@@ -42,7 +42,7 @@ class Tiers(NamedTuple):
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         device = self.device if tier == DEVICE else CPU
-        return self.arenas[tier].tensor((num_bytes,), torch.uint8, "a buffer of KV entries",
+        return self.arenas[tier].tensor((num_bytes,), torch.uint8, "a buffer of keys and values",
                                         device=device, pin=self.is_far and tier == HOST)
 
 
@@ -142,7 +142,7 @@ class MemoryPart:
         """Raises XgptError if the arena has too little left."""
         self.form, self.count, self.num_bytes = form, rows, layers * rows * form.row_bytes
         self.rows = arena.tensor((layers, rows, form.blocks, *form.block), form.dtype,
-                                 f"KV entries of {rows} requests", device=device, pin=pin)
+                                 f"the KV cache of {rows} requests", device=device, pin=pin)
         if not self.rows.is_cpu:
             self.rows.zero_()
 
@@ -157,11 +157,11 @@ class DiskPart:
         """memory: of the tails. Raises XgptError if an arena or the disk has too little left."""
         self.form, self.count, self.num_bytes = form, rows, layers * rows * form.row_bytes
         self.row_of = [*range(rows)]
-        what = f"KV entries of {rows} requests"
+        what = f"the KV cache of {rows} requests"
         disk.take(self.num_bytes, what)
         self.file = DirectFile(path, self.num_bytes, is_scratch=True)
         self._tails = memory.tensor((layers, rows, *form.block), form.dtype,
-                                    f"last blocks of {what}")  # by layer and row
+                                    f"the last blocks of {what}")  # by layer and row
 
     def whole_bytes(self, tokens: Tokens) -> int:
         """Bytes of the blocks that become whole with these tokens."""

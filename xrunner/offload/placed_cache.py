@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     """Rows of one device batch in one step, whose entries lie on one tier.
 
     `rows`: of the step's input. `slots`: of the group. `device`: where its cache is lent. One of
-    `decoded` and `encoded` is set; its tensors lie on `device`, and its places and blocks are those
-    of what is lent, the same for every layer. `tokens`: cached before and after the step.
+    `decoded` and `encoded` is set, with tensors on `device`. Its places and blocks are the lent
+    cache's, the same for every layer. `tokens`: cached before and after the step.
     `is_staged`: whether entries are copied to the device."""
 
     rows: slice
