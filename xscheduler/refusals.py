@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.constraint import METRIC_WORDS, Metric
-from xgpt.core.errors import InfeasibleError, InputError, wrong
+from xgpt.core.errors import InfeasibleError, InputError, LacksMemoryError, wrong
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes, format_seconds, seconds_up
@@ -69,7 +69,7 @@ def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Fe
     kept, or the reason against every configuration."""
     quickest = search.quickest()
     if not quickest:
-        return InfeasibleError(_without_room(problem, timing))
+        return _without_room(problem, timing)
     constraint = problem.constraint
     for metric in _PACE:
         limit_s = constraint.limit_s(metric)
@@ -111,7 +111,7 @@ def _binding(one: Found) -> str:
         f"most of it is decoding, where each token passes {depth} stages, {iteration}")
 
 
-def _without_room(problem: Problem, timing: TimingSource) -> str:
+def _without_room(problem: Problem, timing: TimingSource) -> InfeasibleError:
     least, room = _least_room(problem, timing), capacity_bytes(problem.cluster.device)
     fixed = [f"schedule.{name} = {value}" for name in _TAKE_MEMORY
              if (value := problem.fixed.value_of(name)) is not None]
@@ -123,13 +123,18 @@ def _without_room(problem: Problem, timing: TimingSource) -> str:
                  f"fullest device, of which {format_bytes(room)} can be used{by}")
         if math.isinf(least.memory_bytes):
             needs = "The weights alone take more than all devices have"
-        return (f"no schedule: there is too little memory. {needs}; use {smaller}more devices, or "
-                "a smaller model, dtype or maximum output")
+        below = "" if problem.cluster.tiers or problem.offload == "off" else (
+            ", or `tiers`, memory of a node below its devices")
+        return LacksMemoryError(
+            f"no schedule: there is too little memory. {needs}; use {smaller}more devices, or a "
+            f"smaller model, dtype or maximum output{below}")
     if not least.is_timed:
-        return ("no schedule: the profile was measured for smaller sizes than this job's (at most "
-                "4 times its sizes are extrapolated); measure one for this job")
-    return (f"no schedule: the job has {problem.num_queries} requests, and every configuration "
-            f"has at least {least.present:.0f} present at a time{by}")
+        return InfeasibleError(
+            "no schedule: the profile was measured for smaller sizes than this job's (at most "
+            "4 times its sizes are extrapolated); measure one for this job")
+    return InfeasibleError(
+        f"no schedule: the job has {problem.num_queries} requests, and every configuration "
+        f"has at least {least.present:.0f} present at a time{by}")
 
 
 def _least_room(problem: Problem, timing: TimingSource) -> Smallest:

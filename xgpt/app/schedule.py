@@ -2,22 +2,22 @@
 machine's cores (numbers of ranks and of threads per rank) or size of its cluster."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import gt
 from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened_job import OpenedJob, in_order_of
 from xgpt.app.profile import timing_cost_s, timing_of
 from xgpt.app.teller import elapsed_told
+from xgpt.app.tiers import lack_memory, needs_tiers, with_measured_tiers
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.machine import Layout, usable_cores
-from xgpt.core.units import FP8, format_bytes, format_seconds
+from xgpt.core.units import FP8, format_seconds
 from xgpt.job.job import Job
 from xgpt.job.resolve import open_layouts, resolve_cluster, resolve_weight_dtype, with_layout
 from xgpt.launch.launcher import ranks_per_node, threads_per_rank
@@ -36,7 +36,6 @@ from xscheduler.planner import Horizon, Planner, PlanOptions
 from xscheduler.progress import Watch
 from xscheduler.replicas import replica_sizes
 from xsimulator.allocation import pool_layers
-from xsimulator.memory import capacity_bytes, least_weight_bytes
 from xsimulator.replay.prediction import JobPrediction
 
 # measured: 7 % with SmolLM2-135M on two cores
@@ -200,9 +199,9 @@ class JobPlanner:
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
         self._jobs = {layout_of(opened): opened} if timing is not None else by_layout(opened)
-        if timing is None:
-            _refuse_without_room(tuple(self._jobs.values()))
         self._planners: dict[tuple[Layout, bool], Planner] = {}  # by layout and whether it is rough
+        if timing is None and needs_tiers([*self._jobs.values()]):
+            self._measure_tiers()
         layouts = [*self._jobs]
         if is_sized(opened.problem):  # parts of a cluster have its own times
             timing = timing or timing_of(self._jobs[layouts[-1]])
@@ -225,6 +224,8 @@ class JobPlanner:
             if tried[1].is_rough and (
                     compare_layouts(tried, is_steady=is_steady).may_be_best(tried[1])):
                 tried[1] = self._tried(others[0], latency_bound_s)
+        if lack_memory(one.planned for one in tried) and self._measure_tiers():
+            return self.plan(latency_bound_s)
         found = compare_layouts(tried, is_steady=is_steady)
         schedule, best = found.chosen(), found.best
         opened = self._jobs[best.layout]
@@ -233,6 +234,15 @@ class JobPlanner:
                             "(search.max_seconds): a better one may lie within the gap shown")
         return Plan(schedule=schedule, opened=in_order_of(opened, schedule), timing=best.timing,
                     horizon=self._options.horizon)
+
+    def _measure_tiers(self) -> bool:
+        """Gives the job this machine's memory below its devices; False if it has it, or may not use
+        it."""
+        before, known, self._planners = self._jobs, self._planners, {}
+        self._jobs = {layout: with_measured_tiers(job) for layout, job in before.items()}
+        for (layout, _), planner in known.items():
+            self._planner(layout, planner.timing)
+        return any(self._jobs[layout] is not job for layout, job in before.items())
 
     def _on_best_size(self, latency_bound_s: float | None) -> Plan:
         """The plan on the number of devices that is best for the job's objective."""
@@ -305,19 +315,6 @@ class JobPlanner:
             planned = refusal
         return PlannedLayout(layout=layout, problem=planner.problem, timing=planner.timing,
                        planned=planned, is_rough=is_rough)
-
-
-def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
-    """Raises InfeasibleError where the weights fit on no layout, before minutes of measuring."""
-    problems = [job.problem for job in jobs]
-    needed, room = zip(*((least_weight_bytes(one), one.cluster.num_devices * capacity_bytes(
-        one.cluster.device)) for one in problems), strict=True)
-    if jobs[0].is_local and all(map(gt, needed, room)):
-        raise InfeasibleError(
-            f"no schedule: there is too little memory. The weights of {problems[0].model.name} "
-            f"alone take {format_bytes(min(needed))} as {problems[0].weight_dtype}, and "
-            f"{format_bytes(max(room))} can be used here; it takes more memory, a smaller model, "
-            "or a dtype of fewer bytes")
 
 
 def job_with_times(opened: OpenedJob,

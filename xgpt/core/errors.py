@@ -93,6 +93,10 @@ class InfeasibleError(XgptError):
         super().__init__(text)
 
 
+class LacksMemoryError(InfeasibleError):
+    """No schedule fits the memory of the devices."""
+
+
 class BoundMissed(XgptError):
     """A finished run exceeded a limit; raised with `--strict`."""
 

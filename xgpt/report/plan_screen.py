@@ -12,6 +12,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
 from xgpt.core.units import EIGHT_BITS, format_bytes, format_seconds
 from xgpt.report.figures import percent, plain, rates
+from xgpt.report.placement_words import placement_facts, placement_tables
 from xgpt.report.table import OF_JOB, alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
 from xprofiler.calibration import Calibrated
@@ -70,7 +71,8 @@ def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file
                  if os.path.exists(job_file) else f"next:   --save {name} writes the job file")
     return "\n\n".join(filter(None, (
         paragraph(_head(problem)), "\n".join(rows),
-        sizes_table(schedule, MOST_SIZES) or _alternatives_table(schedule), following)))
+        placement_tables(schedule) or sizes_table(schedule, MOST_SIZES)
+        or _alternatives_table(schedule), following)))
 
 
 def _head(problem: Problem) -> str:
@@ -99,7 +101,8 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
         longer = _job_s(schedule, times.expected) / times.expected.wall_s
         yield "throughput", rates(times.expected.throughput_qps / longer,
                                   times.expected.output_tokens_per_s / longer) + OF_JOB
-        yield "steady rate", steady
+        if schedule.placed is None:
+            yield "steady rate", steady
     if own is None or not math.isinf(schedule.bound.limit_s):
         yield "latency", _latency(schedule)
     for one in schedule.prospects:
@@ -114,8 +117,10 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     split = problem.model.split
     yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes))) + (
         f"; EP {split.ep_degree}, attention DP {split.attention_dp}" * split.is_asked)
-    yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
-                     f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")
+    if schedule.placed is None:
+        yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
+                         f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")
+    yield from placement_facts(schedule, problem)
     yield "times", times.source
     if times.by_engine:
         yield "others", "; ".join(f"{engine} {format_seconds(seconds)}" for engine, seconds in
@@ -128,7 +133,8 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
         yield "margin", (f"{percent(margin.factor - 1, 0)} on the {metric}, to be "
                          f"{problem.constraint.confidence:.0%} sure; it costs "
                          f"{percent(margin.cost, 0)} of the throughput")
-    yield "optimality", _optimality(schedule)
+    if schedule.placed is None:
+        yield "optimality", _optimality(schedule)
     for note in schedule.estimate.notes:
         if note.startswith(LAYOUT_NOTE):
             yield "layout", note.removeprefix(LAYOUT_NOTE)

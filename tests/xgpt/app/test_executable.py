@@ -114,7 +114,8 @@ def test_weights_that_no_layout_holds_are_refused_before_anything_is_measured(
         tmp_path, monkeypatch):
     monkeypatch.setattr("xgpt.app.schedule.timing_of", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(InfeasibleError, match=r"weights of opt-1.3b alone take .* as \w+, and "):
-        plan_job(opened(tmp_path, **SMALL, cluster="local", constraint="{memory: 64 MiB}"))
+        plan_job(opened(tmp_path, **SMALL, cluster="local", constraint="{memory: 64 MiB}",
+                        run="{offload: off}"))
 
 
 POLICIES = {"rra": "policy: rra, encode_batch: 4, decode_iterations: 8", "waa-c":

@@ -40,6 +40,7 @@ from xgpt.app.running.prepare import (
 from xgpt.app.running.resume import adopt_results, has_all_results
 from xgpt.app.schedule import Plan, executable
 from xgpt.app.teller import KeptTeller, Teller, file_errors_named, tell_run
+from xgpt.app.tiers import refuse_folder
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
@@ -122,6 +123,7 @@ class Run:
         self.opened, self.timing, self.schedule = planned.opened, planned.timing, planned.schedule
         self.output, self.tell, self._lock = self.opened.job.output, self.opened.tell, lock
         self._requests, self._spool = requests_of(self.opened)
+        refuse_folder(self.opened.job, self.schedule.estimate)
         self.plan = plan_for_ranks(self.opened, self.schedule, self._requests)
         self._legs_s = list[float]()  # duration of each start of the ranks
         self._deaths = Deaths(self.plan)
