@@ -60,7 +60,9 @@ def layer_s(terms: FloatArray, serial_share: float) -> FloatArray:
 
 
 def _times(by_share: FloatArray, shares: ArrayLike) -> FloatArray:
-    return np.asarray((by_share @ np.asarray(shares, float)[..., None])[..., 0])
+    own = np.asarray(shares, float)[..., None, :]
+    with np.errstate(invalid="ignore"):  # an unknown (infinite) time of what is nowhere
+        return np.asarray(np.where(own == 0, 0.0, by_share * own).sum(-1))
 
 
 class TermsForm:

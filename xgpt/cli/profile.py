@@ -117,7 +117,7 @@ def show(file: Path, as_json: bool, is_verbose: bool) -> None:
               help="Profile file to write.")
 def import_(source: str, folder: Path, model: str, device: str, dtype: str, engine: str | None,
             engine_version: str | None, out: Path) -> None:
-    """Convert measurements in FOLDER to a profile file. SOURCE: aiconfigurator."""
+    """Convert measurements in FOLDER to a profile file. SOURCE: aiconfigurator, flexgen."""
     check_writable(out, "--out")
     imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype,
                              engine=engine, version=engine_version)

@@ -10,7 +10,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.profile import Profile
 
 # modules of this folder with `import_folder(folder, model, device, dtype, *, engine, version)`
-IMPORTERS = ("aiconfigurator",)
+IMPORTERS = ("aiconfigurator", "flexgen")
 
 
 def import_folder(source: str, folder: Path, model: ModelSpec, device: Device, dtype: str, *,

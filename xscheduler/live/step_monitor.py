@@ -35,6 +35,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.profile_timing import Factor, Factors
 from xprofiler.timing import TimingSource
+from xrunner.rules.steps import rules_for
 from xscheduler.replicas import problem_of_replica
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
@@ -197,13 +198,17 @@ class Ratios:
         self._clocks = StepClocks(problem_of_replica(problem, estimate), timing)
         self.pools, self._longest = estimate.deployment.pools, longest
         self.num_stages = len(estimate.deployment.stages)
+        self._slots = 0  # a placed pool works alone
+        if self.pools[0].placement is not None:
+            self._slots = rules_for(estimate)[0].group_max_active
 
     def of(self, stage: int, step: Step) -> Ratio | None:
         """The ratio of a step on a stage, counted over all replicas; None without a known time."""
         stage %= self.num_stages
         pool = next(pool for pool in self.pools
                     if stage in [own.index for own in pool.stages])
-        seconds = expected_s(self._clocks.of(pool.stages, self._longest), step)
+        seconds = expected_s(self._clocks.of(pool.stages, self._longest, placement=pool.placement,
+                                             slots=self._slots), step)
         expected = seconds[[own.index for own in pool.stages].index(stage)]
         if not (math.isfinite(expected) and expected > 0 and step.seconds > 0):
             return None

@@ -133,8 +133,12 @@ class Replayer:
         most = max(queries.outputs.max(initial=1), queries.most_outputs.max(initial=1))
         longest = int(queries.inputs.max(initial=1) + most) + 1
         self._max_context = max(self._max_context, longest)
-        return [self._known_clocks.of(pool.stages, self._max_context, pool.role)
-                for pool in self._pools]
+        slots = [0] * len(self._pools)
+        if any(pool.placement for pool in self._pools):
+            slots = [min(rule.group_max_active, len(queries.inputs))
+                     for rule in rules_for(self.estimate)]
+        return [self._known_clocks.of(pool.stages, self._max_context, pool.role, pool.placement,
+                                      own) for pool, own in zip(self._pools, slots, strict=True)]
 
 
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,

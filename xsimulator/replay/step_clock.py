@@ -8,18 +8,21 @@ Tables are filled in blocks on demand. csrc/replay/step_times.h makes the same s
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.placement import Placement
 from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource, of_role
 from xsimulator.layer_times import TOGETHER, LayerTimes
 from xsimulator.native import Blocks, NativeClock, NativeTables
+from xsimulator.replay.placed_times import PlacedTimes, grids_of
 from xsimulator.stage_times import HandoverCost, StageTimes
 
 DENSE_ROWS, ROW_BLOCK = 4096, 256  # chosen
@@ -67,15 +70,15 @@ class StepClock:
         self._cross = _RowTimes(times.cross_kv_s) if is_encoder_decoder else None
         self._first_tokens = _RowTimes(lambda n: times.first_tokens_s(n)[..., None])
         self._ends = _RowTimes(lambda n: times.ends_s(n)[..., None])
+        grids = grids_of(times)
         self._attention, self._compaction = (
-            [_GridTimes(partial(seconds, degree=degree), max_context) for degree in times.degrees]
-            for seconds in (times.layers.decode_attention_s, times.layers.compaction_s))
+            [_GridTimes(seconds, max_context) for seconds in kind]
+            for kind in (grids.decode, grids.compaction))
         self._inputs = _EncodeAttention(times, max_context)
         self._is_apart = is_encoder_decoder  # encoder and decoder layers share no pass
-        place = {degree: index for index, degree in enumerate(times.degrees)}
         self._decode_layers, self._encode_layers = (
-            [(int(count), place[stage.tp_degree])
-             for count, stage in zip(layers, times.stages, strict=True)]
+            [(int(count), grid)
+             for count, grid in zip(layers, grids.of_stages, strict=True)]
             for layers in (times.decoder_layers, times.encode_layers))
         # as csrc/replay/step_times.h numbers them
         self._tables: list[Blocks] = [
@@ -157,20 +160,24 @@ class StepClocks:
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._layers_of = cache(lambda role: LayerTimes.of(problem, of_role(timing, role)))
-        self._cluster = problem.cluster
+        self._problem = problem
         self._clocks = lru_cache(MOST_CLOCKS)(self._clock)
         self.handovers = lru_cache(MOST_CLOCKS)(lambda source, target: HandoverTimes(
             HandoverCost(problem, timing, source, target)))
 
-    def of(self, stages: tuple[StageAssignment, ...], max_context: int,
-           role: Role = "both") -> StepClock:
-        """The clock of a pool of these stages, for requests of at most `max_context` tokens."""
-        return self._clocks(stages, max_context, role)
+    def of(self, stages: tuple[StageAssignment, ...], max_context: int, role: Role = "both",
+           placement: Placement | None = None, slots: int = 0) -> StepClock:
+        """The clock of a pool of these stages, for requests of at most `max_context` tokens.
+        slots: with a placement, most requests of a group at a time."""
+        own = None if placement is None else replace(placement, budgets=())
+        return self._clocks(stages, max_context, role, own, slots)
 
-    def _clock(self, stages: tuple[StageAssignment, ...], max_context: int,
-               role: Role) -> StepClock:
-        return StepClock(StageTimes(self._layers_of(role), self._cluster, stages),
-                         max_context=max_context)
+    def _clock(self, stages: tuple[StageAssignment, ...], max_context: int, role: Role,
+               placement: Placement | None, slots: int) -> StepClock:
+        layers = self._layers_of(role)
+        times = (StageTimes(layers, self._problem.cluster, stages) if placement is None else
+                 PlacedTimes(self._problem, layers, stages, placement, slots))
+        return StepClock(times, max_context=max_context)
 
 
 class _RowTimes(Blocks):
@@ -224,7 +231,7 @@ class _EncodeAttention(Blocks):
         def find(queries: IntArray) -> FloatArray:
             """[1, degrees x (max_context + 1)] seconds by degree and input length."""
             seconds = times.encode_attention_s(lengths, int(queries[0]))
-            return np.concatenate([np.append(0.0, seconds[one]) for one in times.degrees])[None]
+            return np.concatenate([np.append(0.0, own) for own in seconds.values()])[None]
 
         super().__init__(1, find)
 
