@@ -28,5 +28,5 @@ def test_the_tiers_of_this_machine_are_its_memory_and_the_disk_of_the_folder(tmp
 
 def test_a_folder_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(XgptError, match="run.offload"):
+    with pytest.raises(XgptError, match="a folder that can be written to"):
         measured_tiers(tmp_path / "file")

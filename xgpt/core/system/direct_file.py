@@ -14,8 +14,8 @@ from xgpt.core.system.whole_file import why_no_folder
 from xgpt.core.units import format_bytes
 
 MEMORY_SYSTEMS = re.compile("tmpfs|ramfs")
-_REQUEST_BYTES = 8 * 2**20  # chosen: measured rates are equal from 1 MiB to 64 MiB
 MOUNTS = Path("/proc/self/mountinfo")
+_REQUEST_BYTES = 2**23  # chosen: rates are about equal from 1 MiB to 64 MiB
 
 
 def file_system(path: Path) -> str:
@@ -39,12 +39,6 @@ def why_no_disk(folder: Path, num_bytes: int) -> str | None:
     return None
 
 
-def check_disk(folder: Path, num_bytes: int) -> None:
-    """Raises XgptError if `run.offload` cannot be `folder`, where `num_bytes` are needed."""
-    if (reason := why_no_disk(folder, num_bytes)) is not None:
-        raise XgptError(f"run.offload = {folder}: {reason}")
-
-
 class DirectFile:
     """A file of whole sectors, read and written by several threads at once. Offsets, lengths and
     addresses are multiples of SECTOR (xrunner.offload.arena makes such tensors). `bytes_read`,
@@ -52,40 +46,34 @@ class DirectFile:
 
     def __init__(self, path: Path, num_bytes: int | None = None, *,
                  is_scratch: bool = False) -> None:
-        """num_bytes: makes a new file of so many bytes, to be written; None: an existing one, to be
-        read. is_scratch: without a name from now on, so that it goes however the process ends.
-        Raises XgptError."""
-        self.path, self.bytes_read, self.bytes_written = path, 0, 0
-        self._refused = ""  # why requests pass through the page cache; "": they do not
-        is_new = num_bytes is not None
-        flags = os.O_CLOEXEC | (os.O_RDWR | os.O_CREAT | os.O_TRUNC if is_new else os.O_RDONLY)
+        """num_bytes: makes a file of so many bytes, which may grow; None: opens one for reading.
+        is_scratch: without a name from now on, so that it goes however the process ends. Raises
+        XgptError."""
+        self.path, self.bytes_read, self.bytes_written, self._is_direct = path, 0, 0, True
+        new = 0 if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
-            try:
-                self._file = os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._file = os.open(path, flags, 0o600)
-                self._refused = "O_DIRECT refused"
-            if is_new:
+            self._file = os.open(path, new | os.O_CLOEXEC, 0o600)
+            self._set_direct(True)
+            if num_bytes is not None:
                 if is_scratch:
                     path.unlink()
                 # reserved now: a full disk ends the run at its start, not in the night
-                os.posix_fallocate(self._file, 0, max(sectors(num_bytes or 0), SECTOR))
+                os.posix_fallocate(self._file, 0, sectors(max(num_bytes, 1)))
             self.num_bytes = os.fstat(self._file).st_size
         except OSError as error:
-            raise XgptError(f"{path}: cannot be opened for offloading"
-                            f"{f' {num_bytes:,} bytes' if is_new else ''}: "
-                            f"{error.strerror}") from None
+            size = "" if num_bytes is None else f" {num_bytes:,} bytes"
+            raise XgptError(f"{path}: cannot be opened for offloading{size}: {error.strerror}"
+                            ) from None
 
     @property
     def way(self) -> str:
         """How requests pass the page cache, in words for a report."""
-        return (f"through the page cache, dropped after each request ({self._refused})"
-                if self._refused else "past the page cache (O_DIRECT)")
+        return "past the page cache (O_DIRECT)" if self._is_direct else (
+            "through the page cache, dropped after each request (O_DIRECT refused)")
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fills `into` with the bytes from `offset` on. Raises XgptError."""
+        assert offset + len(into) <= self.num_bytes, f"{offset = } {self.num_bytes = }"
         self._transfer(offset, into, is_write=False)
         self.bytes_read += len(into)
 
@@ -93,6 +81,7 @@ class DirectFile:
         """Writes `data` at `offset`. Raises XgptError."""
         self._transfer(offset, data, is_write=True)
         self.bytes_written += len(data)
+        self.num_bytes = max(self.num_bytes, offset + len(data))
 
     def sync(self) -> None:
         """Waits until the file is on the disk. Raises OSError."""
@@ -104,25 +93,28 @@ class DirectFile:
             os.close(self._file)
             self._file = -1
 
+    def _set_direct(self, is_direct: bool) -> None:
+        """Sets whether requests pass the page cache; some file systems refuse to."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+            self._is_direct = is_direct
+        except OSError:
+            self._is_direct = False
+
     def _transfer(self, offset: int, data: memoryview, *, is_write: bool) -> None:
         assert offset % SECTOR == len(data) % SECTOR == 0, f"{offset = } {len(data) = }"
-        if is_write:  # a file may grow
-            self.num_bytes = max(self.num_bytes, offset + len(data))
-        assert 0 <= offset <= self.num_bytes - len(data), f"{offset = } {self.num_bytes = }"
         done = 0
         while done < len(data):
-            part = data[done:done + _REQUEST_BYTES]
             try:
-                moved = self._request(offset + done, part, is_write=is_write)
+                moved = self._request(offset + done, data[done:done + _REQUEST_BYTES],
+                                      is_write=is_write)
             except OSError as error:
-                if error.errno == errno.EINVAL and not self._refused:
-                    self._refused = "O_DIRECT refused"
-                    fcntl.fcntl(self._file, fcntl.F_SETFL,
-                                fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
+                if error.errno == errno.EINVAL and self._is_direct:
+                    self._set_direct(False)
                     continue
-                raise XgptError(f"{self.path}: {'writing' if is_write else 'reading'} "
-                                f"{len(part):,} bytes at {offset + done:,} failed: "
-                                f"{error.strerror}") from None
+                raise XgptError(f"{self.path}: {'writing' if is_write else 'reading'} at byte "
+                                f"{offset + done:,} failed: {error.strerror}") from None
             if moved == 0:
                 raise XgptError(f"{self.path}: ended at byte {offset + done:,} of "
                                 f"{self.num_bytes:,}: another program has shortened it")
@@ -130,9 +122,8 @@ class DirectFile:
 
     def _request(self, offset: int, part: memoryview, *, is_write: bool) -> int:
         """Bytes moved by one request of the system."""
-        moved = os.pwritev(self._file, [part], offset) if is_write else (
-            os.preadv(self._file, [part], offset))
-        if self._refused:
+        moved = (os.pwritev if is_write else os.preadv)(self._file, [part], offset)
+        if not self._is_direct:
             if is_write:
                 os.fdatasync(self._file)  # only pages on the disk can be dropped
             os.posix_fadvise(self._file, offset, moved, os.POSIX_FADV_DONTNEED)

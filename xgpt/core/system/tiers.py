@@ -5,75 +5,73 @@ import mmap
 import shutil
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from xgpt.core.cluster import Link, Tier
+from xgpt.core.errors import XgptError
 from xgpt.core.placement import SECTOR
-from xgpt.core.system.direct_file import DirectFile, check_disk
+from xgpt.core.system.direct_file import DirectFile, why_no_disk
 from xgpt.core.system.machine import available_memory_bytes
 
 _PART_BYTES, _PARTS, _LEAST_PARTS = 2**23, 16, 4  # chosen: 128 MiB, at least 32
 _MOST_S = 0.5  # chosen: for writing, and for reading
-_SINGLE_READS = 16  # chosen
 
 
 def measured_tiers(folder: Path, host_link: Link | None = None) -> tuple[Tier, ...]:
     """This machine's host memory and the disk of `folder`, in about a second. `host_link`: the bus
-    to its devices; None: for CPU ranks, a copy within the memory. Raises XgptError for a folder
-    that is not on a disk, cannot be written or is full."""
-    link = host_link or Link(name="memory", bandwidth_bytes_per_s=copy_bytes_per_s(),
-                             latency_s=0.0, source="measured: a copy by one core")
-    read, write = disk_links(folder)
-    free = shutil.disk_usage(folder).free
-    return (Tier(name="host", memory_bytes=available_memory_bytes(), up=link, down=link,
+    to its devices; None: for CPU ranks, a copy within the memory. Raises XgptError, with the
+    requirement that `folder` fails."""
+    if (reason := why_no_disk(folder, _PARTS * _PART_BYTES)) is not None:
+        raise XgptError(reason)
+    host = host_link or _copying()
+    read, write = _disk(folder)
+    return (Tier(name="host", memory_bytes=available_memory_bytes(), up=host, down=host,
                  attention=True),
-            Tier(name="disk", memory_bytes=free, up=read, down=write))
+            Tier(name="disk", memory_bytes=shutil.disk_usage(folder).free, up=read, down=write))
 
 
-def disk_links(folder: Path) -> tuple[Link, Link]:
-    """Reading from the disk of `folder`, and writing to it. The latency is a single sector's.
-    Raises XgptError as `measured_tiers`."""
-    check_disk(folder, _PARTS * _PART_BYTES)
+def _disk(folder: Path) -> tuple[Link, Link]:
+    """Reading from the disk of `folder`, and writing to it. The latency is a single sector's."""
     file = DirectFile(folder / "xgpt-rate", _PARTS * _PART_BYTES, is_scratch=True)
     try:
         with memoryview(mmap.mmap(-1, _PART_BYTES)) as part:
             part[:] = bytes(range(256)) * (_PART_BYTES // 256)
-            written, start_s = 0, time.perf_counter()
-            while written < _PARTS and (
-                    written < _LEAST_PARTS or time.perf_counter() - start_s < _MOST_S):
-                file.write(written * _PART_BYTES, part)
-                written += 1
-            file.sync()
-            write_s = (time.perf_counter() - start_s) / written
-            read_s, singles = list[float](), list[float]()
-            for number in range(written):
-                if number >= _LEAST_PARTS and sum(read_s) > _MOST_S:
-                    break
-                read_s.append(_seconds(file, number * _PART_BYTES, part))
-            for number in range(_SINGLE_READS):
-                singles.append(_seconds(file, number * 17 % written * _PART_BYTES, part[:SECTOR]))
-        way = f"measured: requests of 8 MiB, {file.way}"
+            written = _repeated(lambda at: file.write(at * _PART_BYTES, part))
+            sync_s = _timed(file.sync)
+            read = _repeated(lambda at: file.read(at * _PART_BYTES, part))[:len(written)]
+            latency_s = statistics.median(_timed(lambda: file.read(0, part[:SECTOR]))
+                                          for _ in range(_PARTS))
+        taken = {"read": sum(read) / len(read), "write": (sum(written) + sync_s) / len(written)}
+        read_link, write_link = (
+            Link(name=f"disk-{kind}", bandwidth_bytes_per_s=_PART_BYTES / seconds,
+                 latency_s=latency_s, source=f"measured: requests of 8 MiB, {file.way}")
+            for kind, seconds in taken.items())
+        return read_link, write_link
     finally:
         file.close()
-    return (Link(name="disk-read", bandwidth_bytes_per_s=_PART_BYTES / statistics.mean(read_s),
-                 latency_s=statistics.median(singles), source=way),
-            Link(name="disk-write", bandwidth_bytes_per_s=_PART_BYTES / write_s,
-                 latency_s=statistics.median(singles), source=way))
 
 
-def _seconds(file: DirectFile, offset: int, into: memoryview) -> float:
-    start_s = time.perf_counter()
-    file.read(offset, into)
-    return time.perf_counter() - start_s
-
-
-def copy_bytes_per_s() -> float:
-    """Rate at which one core copies within the host's memory; the best of three copies."""
+def _copying() -> Link:
+    """A copy within the host's memory by one core; the best of three."""
     with memoryview(mmap.mmap(-1, 8 * _PART_BYTES)) as memory:
-        half, taken = len(memory) // 2, []
+        half = len(memory) // 2
         memory[:] = b"\1" * len(memory)  # pages that were never written lie in no memory
-        for _ in range(3):
-            start_s = time.perf_counter()
-            memory[half:] = memory[:half]
-            taken.append(time.perf_counter() - start_s)
-    return half / min(taken)
+        taken = min(_timed(lambda: memory.__setitem__(slice(half, None), memory[:half]))
+                    for _ in range(3))
+    return Link(name="memory", bandwidth_bytes_per_s=half / taken, latency_s=0.0,
+                source="measured: a copy by one core")
+
+
+def _repeated(call: Callable[[int], object]) -> list[float]:
+    taken = list[float]()
+    while len(taken) < _PARTS and (len(taken) < _LEAST_PARTS or sum(taken) < _MOST_S):
+        taken.append(_timed(partial(call, len(taken))))
+    return taken
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
