@@ -20,6 +20,7 @@ from xgpt.app.running.forecast_figures import ForecastFigures  # noqa: E402
 from xgpt.app.running.metrics import Attribution  # noqa: E402
 from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
+from xgpt.core.placement import TIERS  # noqa: E402
 from xgpt.core.schedule import Estimate, Schedule  # noqa: E402
 from xgpt.core.schedule_file import PLACED_VERSION, SCHEDULE_VERSION  # noqa: E402
 from xgpt.job.job_file import job_schema  # noqa: E402
@@ -30,6 +31,7 @@ from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
 from xprofiler.profile import LearnedSteps, Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
 from xrunner.files.sink import Progress  # noqa: E402
+from xrunner.offload.report import TERMS, OffloadReport  # noqa: E402
 from xrunner.step_record import StepRecord  # noqa: E402
 
 Json = dict[str, Any]
@@ -123,7 +125,18 @@ STAGE = of_keys({**PLACE, "ranks": array(whole("rank")), **WORK}, without=WAA_ON
 PLANNED = {"kv_planned_bytes": or_none(whole("KV entries that the schedule lets each rank hold"))}
 METRICS_STAGE = of_keys({**PLACE, "ranks": array(whole("rank")), **WORK, **PLANNED},
                         without=WAA_ONLY)
-RANK = of_keys({"rank": whole("its number"), **PLACE, **WORK}, without=WAA_ONLY)
+RANK = of_keys({"rank": whole("its number"), **PLACE, **WORK, "offload": of_type(OffloadReport)},
+               without=(*WAA_ONLY, "offload"))
+OFFLOAD = of_keys({
+    "terms": array(of_keys({
+        "term": {"enum": list(TERMS)}, "measured_s": number("of all ranks; terms overlap"),
+        "predicted_s": or_none(NUMBER), "measured_bytes": whole("copied"),
+        "predicted_bytes": or_none(NUMBER)})),
+    "tiers": array(of_keys({
+        "tier": {"enum": list(TIERS)}, "peak_bytes": whole("most that a rank held"),
+        "planned_bytes": whole("most that the schedule lets a rank hold")})),
+    "waited_s": number("of computing, for copies"), "io": text("how the page cache was passed")},
+    words="Work below the devices, of a schedule with a placement.")
 PERCENTILES = tuple(f"{name}_{which}_s" for name in ("latency", "ttft", "tpot")
                     for which in ("p50", "p99"))
 LOADED = {"loaded_bytes": whole("of the model, by all ranks")}
@@ -180,9 +193,10 @@ METRICS = of_keys({
         "worst_s": or_none(number("of all")), "sentence": text("the same in words")})),
     "forecast": or_none(of_fields(ForecastFigures, sentence=text("the same in words"))),
     "attribution": or_none(of_fields(Attribution, sentence=text("the same in words"))),
-    "replicas": array(METRICS_REPLICA), "attainment": PAIR, **DEADLINES},
+    "replicas": array(METRICS_REPLICA), "offload": OFFLOAD, "attainment": PAIR,
+    **DEADLINES},
     words="metrics.json: what a run measured, beside what was predicted.",
-    without=("replicas", "attainment", *DEADLINES))
+    without=("replicas", "offload", "attainment", *DEADLINES))
 BOX = {"type": "array", "prefixItems": [{"enum": list(KINDS)}, NUMBER, NUMBER,
                                         {"type": "integer"}], "minItems": 4, "maxItems": 4,
        "description": "kind, start and end in seconds since the job began, micro-batch"}

@@ -9,6 +9,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import BoundCheck, comparisons
 from xgpt.report.output import number, text_at
+from xgpt.report.placement_words import offload_words
 from xgpt.report.replicas import replica_words
 from xgpt.report.table import fact
 from xgpt.report.words import controls_line, counted, placement, prospect_words
@@ -61,6 +62,7 @@ def end_screen(metrics: Mapping[str, Any], checks: Sequence[BoundCheck], notes: 
                      and check.bound is not None and check.bound.metric != "latency")
     before = ["", _done(metrics), *_measured(metrics, checks), *(
         fact(label, text) for label, text in (("replicas", replica_words(metrics)),
+                                              ("copies", offload_words(metrics)),
                                               ("limits", kept)) if text)]
     after = ["", *(fact(label, text) for label, text in files.items())]
     shown = [fact("note", text) for text in notes]

@@ -28,6 +28,7 @@ from xrunner.comm.point_to_point import Comm
 from xrunner.devices import Arriving
 from xrunner.engine.pool_requests import PoolRequests
 from xrunner.files.heartbeat import Heartbeat
+from xrunner.offload.report import OffloadReport
 from xrunner.query import PreparedQuery
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
@@ -107,6 +108,7 @@ class RankReport:
     operators: str | None = None  # operators used, in a line; None: another engine's
     encoded_tokens: int = 0  # in chunks, as the head of another replica than the first decided
     restarts: int = 0  # of what executes its steps
+    offload: OffloadReport | None = None  # of a stage with a placement
 
 
 class Neighbours:

@@ -1,20 +1,21 @@
 """Seconds, bytes and memory that working below the device took, for measured.json, metrics.json and
 the report. Free of torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xgpt.core.placement import TIERS, PlacedFigures
+from xgpt.core.placement import TIERS
+from xgpt.core.schedule import Schedule
 
 TERMS = ("up", "down", "read", "write", "compute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport:
-    """Totals of one rank's run, or of several ranks. `seconds`: by term of TERMS, that its copies
-    or its computing took; they overlap. `waited_s`: of computing for copies. `num_bytes`: copied,
-    by term. `peaks`: most bytes held at a time, by tier. `io`: how the page cache was passed."""
+    """Totals of one rank's run. `seconds`: by term of TERMS, that its copies or its computing took;
+    they overlap. `waited_s`: of computing for copies. `num_bytes`: copied, by term. `peaks`: most
+    bytes held at a time, by tier. `io`: how the page cache was passed."""
 
     seconds: Mapping[str, float]
     num_bytes: Mapping[str, int]
@@ -23,29 +24,36 @@ class OffloadReport:
     io: str = ""
 
 
-def offload_figures(reports: Sequence[OffloadReport], budgets: Sequence[Sequence[int]],
-                    figures: PlacedFigures | None, periods: float | None) -> dict[str, Any]:
+def offload_figures(measured: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
     """The key `offload` of metrics.json: seconds and bytes by term, of all ranks, beside predicted
-    ones, and the fullest rank's peak by tier beside its budget.
-
-    budgets: planned bytes by rank and tier. figures, periods: of the schedule, and how often a
-    rank of all ran it; None: there is no prediction."""
-    steps = () if figures is None or periods is None else figures.steps
+    ones (of a whole job by one schedule), and the fullest rank's peak by tier beside its budget.
+    None for a run in memory. `measured`: content of measured.json."""
+    ranks = [row["offload"] for row in measured["ranks"] if "offload" in row]
+    if not ranks:
+        return {}
+    is_whole = measured["state"] == "done" and not measured["queries_before"]
+    placed = schedule.placed if schedule and is_whole and not measured["changes"] else None
+    pools = [pool for pool in schedule.estimate.all_pools if pool.placement] if schedule else []
+    periods = 0.0  # how often a group of requests took its steps, on a stage
+    if schedule is not None:
+        encoded = schedule.deployment.replicas * getattr(schedule.controls, "encode_batch", 1)
+        periods = measured["queries"] / encoded * sum(
+            pool.num_groups * len(pool.stages) for pool in pools)
 
     def predicted(name: str) -> float | None:
-        return sum(step.count * getattr(step, name) for step in steps) * (
-            periods or 0.0) if steps and hasattr(steps[0], name) else None
+        return None if placed is None else periods * sum(
+            step.count * getattr(step, name, 0) for step in placed.steps)
 
-    return {
+    return {"offload": {
         "terms": [{
-            "term": term,
-            "measured_s": sum(one.seconds.get(term, 0.0) for one in reports),
+            "term": term, "measured_s": sum(one["seconds"].get(term, 0.0) for one in ranks),
             "predicted_s": predicted(f"{term}_s"),
-            "measured_bytes": sum(one.num_bytes.get(term, 0) for one in reports),
+            "measured_bytes": sum(one["num_bytes"].get(term, 0) for one in ranks),
             "predicted_bytes": predicted(f"{term}_bytes")} for term in TERMS],
-        "waited_s": sum(one.waited_s for one in reports),
         "tiers": [{
-            "tier": tier, "peak_bytes": max((one.peaks.get(tier, 0) for one in reports), default=0),
-            "planned_bytes": max((of[index] for of in budgets), default=0)}
+            "tier": tier, "peak_bytes": max(one["peaks"].get(tier, 0) for one in ranks),
+            "planned_bytes": max((budget[index] for pool in pools if pool.placement
+                                  for budget in pool.placement.budgets), default=0)}
             for index, tier in enumerate(TIERS)],
-        "io": "; ".join(dict.fromkeys(one.io for one in reports if one.io))}
+        "waited_s": sum(one["waited_s"] for one in ranks),
+        "io": "; ".join(sorted({one["io"] for one in ranks} - {""}))}}

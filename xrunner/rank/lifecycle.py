@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -195,7 +195,8 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         "changes": list(outcome.changes),
         **({"replicas": rows} if (rows := _of_replicas(output, tally, reports))[1:] else {}),
         "stages": [_of_stage(group) for group in stages],
-        "ranks": [{"rank": r.rank, **_place(r), **_figures([r])} for r in reports]}
+        "ranks": [{"rank": r.rank, **_place(r), **_figures([r]), **(
+            {"offload": asdict(r.offload)} if r.offload else {})} for r in reports]}
     write_atomically(output / "measured.json", json_text(figures, indent=1) + "\n")
     lines = [json_text({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
              for group in stages for record in group[0].log]

@@ -74,6 +74,7 @@ from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
 from xrunner.files.results import HELD_FILE
+from xrunner.offload.report import offload_figures
 from xrunner.plan import weights_key
 from xscheduler.evaluator import replays_of
 from xscheduler.fallback import initial_reason
@@ -254,6 +255,7 @@ class Run:
             start_s=self._legs_s[0] - measured["wall_s"] if len(self._legs_s) == 1 else None,
             agreement=self._agreement,
             **prefix_figures(opened.problem, measured, self._prediction),
+            **offload_figures(measured, self.schedule),
             rescheduling=decisions_with_phases(decisions, measured["changes"]))
         result = {**metrics, **job_facts(opened.job)}
         if measured["state"] == "done":
