@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
+from xgpt.core.placement import HEAD_TOKENS
 from xrunner.checkpoint.source import read_spec
 from xrunner.ops.cpu.products import (
     Int8Weight,
@@ -38,7 +39,6 @@ from xrunner.ops.cpu.products import (
     is_pairs_served,
     quantise,
 )
-from xrunner.ops.output_head import PIECE_TOKENS
 
 # Between these, times are interpolated: a linear layer costs a part for its weights, a part a row.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 1024,
@@ -245,7 +245,7 @@ def part_seconds(part: Part, numbers: Numbers, rows: Sequence[int] = ROWS) -> Fl
     """Seconds of all products of the part, [ways, rows] of the numbers' ways."""
     layers = [[torch.randn(shape).to(numbers.dtype) for shape in part.shapes]
               for _ in range(part.count)]
-    pieces = [[piece for weight in layer for piece in torch.split(weight, PIECE_TOKENS)]
+    pieces = [[piece for weight in layer for piece in torch.split(weight, HEAD_TOKENS)]
               for layer in layers]  # whose weights are split, a head's, has them in pieces, too
     cuts = (layers,) if len(pieces[0]) == len(layers[0]) else (layers, pieces)
     return np.array([np.min([_products_s(cut, count, narrow=numbers.narrow) for cut in cuts],

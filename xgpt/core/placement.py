@@ -20,6 +20,7 @@ Bytes = tuple[Count, Count, Count]  # by tier
 SECTOR = 4096  # bytes; what is read or written past the page cache begins and ends at multiples
 _PANEL = 48  # outputs of a panel of packed weights (csrc/ops/cpu/pairs.cpp)
 _GROUP = 64  # elements that share a scale in 4 bits (xrunner.ops.four_bits)
+HEAD_TOKENS = 8192  # chosen: outputs of a piece of the head (xrunner.ops.output_head)
 _BLOCK = 16  # least tokens of a block of keys and values on disk
 
 
@@ -143,7 +144,13 @@ class WeightTensor(NamedTuple):
 
     def held_bytes(self, item_bytes: int, bits: int = 16) -> int:
         """Most bytes that it takes in any layout: in rows or panels of `item_bytes` an
-        element, or in groups of 4 bits, to the end of a sector."""
+        element, or in groups of 4 bits, to the end of a sector. An embedding is in rows."""
+        if self.name == "embedding":
+            return sectors(self.elements * item_bytes)
+        if self.name == "head" and self.outputs > HEAD_TOKENS:  # one product for each piece
+            pieces, left = divmod(self.outputs, HEAD_TOKENS)
+            return pieces * self._replace(outputs=HEAD_TOKENS).held_bytes(item_bytes, bits) + (
+                self._replace(outputs=left).held_bytes(item_bytes, bits))
         halves = 2 if self.is_gated else 1
         panels = halves * -(-self.outputs // halves // _PANEL) * _PANEL
         outputs, pairs = max(panels, self.outputs), (self.inputs + 1) // 2

@@ -13,11 +13,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from xgpt.core.placement import HEAD_TOKENS
 from xrunner.devices import on_device
 from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
 from xrunner.ops.linear import Product
-
-PIECE_TOKENS = 8192  # chosen
 
 
 class BestTokens(NamedTuple):
@@ -42,7 +41,7 @@ class OutputHead:
 
     def __init__(self, weight: Tensor) -> None:
         self.shape = tuple(weight.shape)
-        most = PIECE_TOKENS if weight.is_cpu else max(len(weight), 1)
+        most = max(len(weight), 1) if weight.is_cuda else HEAD_TOKENS
         self.pieces = [Product(part) for part in torch.split(weight, most)]
         # brings a piece's weights, and begins to bring those of the next; None: all are resident
         self.lend: Callable[[int], None] | None = None

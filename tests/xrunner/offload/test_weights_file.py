@@ -13,6 +13,7 @@ from xrunner.offload.weights_file import Writer, unpack, weights_file
 from xrunner.ops import four_bits
 from xrunner.ops.cpu.products import is_int8_served, is_pairs_served
 from xrunner.ops.linear import Product
+from xrunner.ops.output_head import OutputHead
 
 ACTIVATIONS = {"qkv": "none", "up": "silu_mul", "fc": "relu", "down": "gelu"}
 SHAPES = {"qkv": (140, 33), "up": (100, 128), "fc": (64, 33), "down": (96, 256)}
@@ -201,6 +202,19 @@ def test_two_processes_write_one_file_once(tmp_path):
         rank.join(60)
         assert rank.exitcode == 0
     assert len(list(marks.iterdir())) == 1
+
+
+def test_a_head_s_pieces_take_no_more_than_planned():
+    vocabulary, hidden = 20000, 64
+    head = OutputHead(torch.empty(vocabulary, hidden, dtype=torch.bfloat16, device="meta"))
+    assert [len(piece.movable) for piece in head.pieces] == [8192, 8192, 3616]
+    for piece in head.pieces:
+        piece.pack_movable(torch.bfloat16, "cpu")
+    planned = WeightTensor("head", vocabulary, hidden).held_bytes(2)
+    assert sum(sectors(piece.movable.nbytes) for piece in head.pieces) <= planned
+    assert planned < vocabulary * hidden * 2 * 1.01
+    table = WeightTensor("embedding", vocabulary, hidden)
+    assert table.held_bytes(2) == table.held_bytes(2, 4) == vocabulary * hidden * 2
 
 
 def test_bytes_on_the_tiers_are_no_more_than_planned():

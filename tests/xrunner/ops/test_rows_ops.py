@@ -184,7 +184,7 @@ def test_what_is_no_number_is_never_the_largest(implementation, dtype):
                                              (torch.float16, torch.float16)])
 @pytest.mark.parametrize("vocabulary", [0, 5, 7, 20])
 def test_a_head_in_pieces_is_the_whole_one(monkeypatch, vocabulary, dtype, held):
-    monkeypatch.setattr(head_module, "PIECE_TOKENS", 7)
+    monkeypatch.setattr(head_module, "HEAD_TOKENS", 7)
     weight = torch.randn(vocabulary, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = torch.randn(9, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
     head, rows = OutputHead(weight), [0, 3, 8]
