@@ -298,6 +298,9 @@ def _only_pool(schedule: Schedule) -> Pool:
     if len(deployment.pools) > 1:
         raise _no_flags(f"{policy}'s requests are handed from a pool that prefills to one "
                         "that decodes", "policy=[rra, sarathi]")
+    if deployment.pools[0].placement is not None:
+        raise XgptError(f"{VLLM} has no flags for this schedule: its weights and KV cache lie "
+                        "partly on host or disk. More devices, with `run.offload: off`, have one.")
     if policy in ("ft", "dsi"):
         raise _no_flags(f"{policy} holds a batch until its longest request is done",
                         "policy=[rra, sarathi]")

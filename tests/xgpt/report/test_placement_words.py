@@ -3,11 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from screens import check_screen
 from test_plan_screen import planned
 
+from xgpt.core.errors import XgptError
 from xgpt.core.placement import PlacedFigures, Placement, StepTerms, TierBytes
 from xgpt.core.units import GIB
+from xgpt.launch.exports import vllm_command
 
 PLACEMENT = Placement(weights=(0.18, 0.82, 0.0), kv=(0.0, 1.0, 0.0), hidden=(0.0, 1.0, 0.0),
                       device_batch=64, host_attention=True)
@@ -40,7 +43,9 @@ def placed(placement=PLACEMENT, **figures):
 
 def test_the_screen_says_what_does_not_fit_where_it_lies_and_what_binds():
     screen = str(placed())
-    check_screen(Path(__file__).with_name("screens.txt"), "a placed plan", screen)
+    facts, tables = screen[screen.index("memory "):].split("times  ")  # times are the source's
+    tables = tables[tables.index("tier "):]
+    check_screen(Path(__file__).with_name("screens.txt"), "a placed plan", facts + tables)
     assert max(map(len, screen.splitlines())) <= 80
     assert "compute" in next(line for line in screen.splitlines() if line.startswith("decode"))
 
@@ -57,3 +62,10 @@ def test_what_a_placement_has_else_is_said():
 def test_a_schedule_in_memory_has_none_of_it():
     screen = str(planned("2xA40"))
     assert "block " not in screen and "1 GiB more" not in screen
+
+
+def test_vllm_has_no_flags_for_it():
+    plan = placed()
+    with pytest.raises(XgptError, match="has no flags for this schedule: its weights and KV cache"):
+        vllm_command(plan.schedule, plan.opened.problem, model="opt-1.3b", times_of="xgpt",
+                     files=None)
