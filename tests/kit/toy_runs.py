@@ -15,6 +15,7 @@ from toys import EOS, spec_of
 from xgpt.core.controls import Admission, AdmissionRule
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
+from xgpt.core.placement import Placement
 from xgpt.core.policies import Role
 from xgpt.core.prefixes import Prefixes
 from xrunner.checkpoint.reader import open_weights
@@ -29,6 +30,7 @@ from xrunner.files.forms import Forms
 from xrunner.files.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.weights import WHOLE, Shard
+from xrunner.offload.placed_stage import PlacedStage, open_tiers
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.prefixes import set_prefixes
@@ -91,14 +93,17 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
                    stages: Sequence[StageAssignment] | None = None,
                    rule: BatchingRule | None = None, device: torch.device | str = "cpu",
                    in_blocks: bool = False, prefixes: Prefixes | None = None,
+                   placed: tuple[Placement, Path] | None = None,
                    ) -> tuple[Collector, list[StageExecutor]]:
     """The whole runner on threads instead of MPI ranks: (what finished, every rank's executor).
-    Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks."""
+    Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks.
+    `placed`: as of `executor_of`."""
     stages = stages or stages_of(directory, degrees or [1] * num_stages)
     executors: list[StageExecutor] = []
     for stage in stages:
         shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
-        executors += [executor_of(directory, stage, shard, dtype, device) for shard in shards]
+        executors += [executor_of(directory, stage, shard, dtype, device, placed=placed)
+                      for shard in shards]
     comms, route = local_comms(len(executors)), routes([pool_of(stages)])
     rule = rule or RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
                            num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
@@ -209,11 +214,15 @@ def stages_of(directory: Path, degrees: Sequence[int]) -> list[StageAssignment]:
 
 def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-                role: Role = "both", **couriers: Any) -> StageExecutor:
-    """One rank's, which checks its caches after every step."""
+                role: Role = "both", placed: tuple[Placement, Path] | None = None,
+                **couriers: Any) -> StageExecutor:
+    """One rank's, which checks its caches after every step. `placed`: placement, and folder of its
+    files."""
     reader = open_weights(directory, dtype)
     spec = spec_of(directory)
-    model = load_stage(spec, reader, stage, shard, device, role=role)
+    model = load_stage(spec, reader, stage, shard, device, role=role) if placed is None else (
+        PlacedStage(spec, reader, stage, dtype, open_tiers(
+            placed[0], stage.index, torch.device(device), placed[1]), directory.as_posix()))
     return CheckedExecutor(model, forms=Forms(directory, spec.vocab_size), **couriers)
 
 

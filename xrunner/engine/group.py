@@ -17,6 +17,8 @@ from xrunner.engine.kv import BlockPool, KvCache, KvShape, Room, block_tokens, k
 from xrunner.files.forms import Forms, Matcher
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
+from xrunner.offload.placed_cache import placed_caches
+from xrunner.offload.placed_stage import PlacedStage
 from xrunner.ops.contexts import DecodeContext
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots, Move
@@ -224,6 +226,11 @@ def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
     """Groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any memory
     is taken, if the device has too little left."""
     budget, is_encoder_decoder = message.budget, model.spec.is_encoder_decoder
+    if isinstance(model, PlacedStage):
+        assert budget is None, f"{message = }: entries on tiers lie in rows"
+        shape = _shape_of(model, message.slots, message.capacity)
+        return [StageGroup(cache) for cache in placed_caches(message.num_groups, shape,
+                                                             model.tiers)]
     room, sharing = None, 1
     if budget is None:
         capacities = [message.capacity, *([message.encoded_capacity] if is_encoder_decoder else [])]

@@ -20,6 +20,7 @@ from xrunner.files.forms import Forms
 from xrunner.files.heartbeat import Heartbeat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
+from xrunner.offload.placed_stage import PlacedStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.likelihoods import likelihoods, packed, targets_of
 from xrunner.ops.output_head import WholeScores
@@ -77,6 +78,8 @@ class StageExecutor(Executor):
         for courier in (self.sender, self.receiver):
             if courier is not None:
                 courier.close()
+        if isinstance(self.model, PlacedStage):
+            self.model.end([group.cache for group in self.groups])
         self.records.close()
 
     def gives_tokens(self, message: StepMessage) -> bool:
@@ -153,7 +156,9 @@ class StageExecutor(Executor):
                                  tails if any(tails) else ()) if spans else None
         if step is not None and group.last_tokens is not None:
             inputs = group.last_tokens.fed(inputs, step)
-        if step is not None and encoded is None and group.graphs is not None:
+        if isinstance(model, PlacedStage):
+            hidden = model.in_pieces(inputs, cache, spans, tails if any(tails) else ())
+        elif step is not None and encoded is None and group.graphs is not None:
             hidden = group.graphs.decode(inputs, step)
         else:
             hidden = model.mixed(inputs, cache.layers, step, encoded, ends_only=model.is_last)

@@ -2,7 +2,7 @@
 (positions offset by 2, ReLU), GPT-2 and GPT-3 (GELU by tanh) have layer norms with biases and
 learned positions. Gated decoders are Llama and its successors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -292,6 +292,15 @@ class Stage:
         return scores
 
 
+class StageReader(NamedTuple):
+    """Readers of a stage's layers, by their number in it, and of its ends from `weights`, or from a
+    source that stands for it."""
+
+    weights: WeightSource
+    layer: Callable[[WeightSource, int], DecoderLayer]
+    ends: Callable[[WeightSource], DecoderEnds]
+
+
 class StageModel(Stage):
     """Layers first_layer .. first_layer + num_layers - 1 of a decoder-only model; it loads only
     these. `narrows`: the last layer skips rows that nobody reads. XProfiler, which times whole
@@ -310,12 +319,19 @@ class StageModel(Stage):
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
         placed, shard = PlacedWeights(weights, self.device, self.work_dtype), shard.rounding(dtype)
-        self.layers: list[DecoderLayer] = [
-            packed(family.layer(spec, placed, stage.first_layer + i, shard), self.as_type)
-            for i in range(stage.num_layers)]
-        self.ends = family.ends(spec, placed, first=self.is_first, last=self.is_last, shard=shard)
-        if self.ends.head is not None:
-            self.ends.head.pack(self.as_type)
+        self.layers, self.ends = self._held(StageReader(
+            placed,
+            lambda own, index: family.layer(spec, own, stage.first_layer + index, shard),
+            lambda own: family.ends(spec, own, first=self.is_first, last=self.is_last,
+                                    shard=shard)), stage.num_layers)
+
+    def _held(self, read: StageReader, count: int) -> tuple[Sequence[DecoderLayer], DecoderEnds]:
+        """The stage's `count` layers and its ends, packed for the processor."""
+        layers = [packed(read.layer(read.weights, index), self.as_type) for index in range(count)]
+        ends = read.ends(read.weights)
+        if ends.head is not None:
+            ends.head.pack(self.as_type)
+        return layers, ends
 
     def encode(self, inputs: Tensor, cache: Layers, step: EncodeContext, *,
                ends_only: bool = False) -> Tensor:

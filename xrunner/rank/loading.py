@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from xrunner.files.forms import Forms
 from xrunner.files.heartbeat import Heartbeat
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.weights import WHOLE, Shard
+from xrunner.offload.placed_stage import PlacedStage, open_tiers
 from xrunner.ops import invariant
 from xrunner.ops.cpu import native
 from xrunner.ops.cpu.products import is_int8_served
@@ -131,8 +133,15 @@ def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage
     start = time.perf_counter()
     spec = read_spec(plan.model_dir, plan.model_name)
     reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))
-    model = load_stage(spec, reader, stage, shard, world.device, getattr(torch, plan.weight_dtype),
-                       pool.role)
+    model: Model
+    if pool.placement is not None:
+        model = PlacedStage(
+            spec, reader, stage, reader.dtype, open_tiers(
+                pool.placement, stage.index, world.device, Path(plan.offload)),
+            weights_key(plan, schedule)["model"], getattr(torch, plan.weight_dtype))
+    else:
+        model = load_stage(spec, reader, stage, shard, world.device,
+                           getattr(torch, plan.weight_dtype), pool.role)
     reader.close()
     return Weights(model, time.perf_counter() - start, reader.bytes_read)
 

@@ -1,0 +1,104 @@
+"""A model on tiers answers as one in memory does, wherever its bytes lie and in whatever order."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from examples import some
+from holding import rule_of
+from replays import answers_of
+from toy_runs import run_in_process
+from toys import random_queries
+
+from xgpt.core.errors import XgptError
+from xgpt.core.placement import TIERS, Placement
+
+FAMILIES = ("llama", "qwen2", "opt", "gpt2", "mixtral", "qwen3-moe", "gemma2")
+SHARES = {
+    "weights on disk": {"weights": (0.2, 0.0, 0.8)},
+    "all weights on disk": {"weights": (0.0, 0.0, 1.0)},
+    "entries on disk": {"kv": (0.25, 0.0, 0.75)},
+    "three tiers": {"weights": (0.2, 0.4, 0.4), "kv": (0.2, 0.4, 0.4), "hidden": (0.5, 0.5, 0.0)},
+    "all on disk": {"weights": (0.0, 0.0, 1.0), "kv": (0.0, 0.0, 1.0)}}
+
+
+def placement_of(shares: str = "three tiers", **other: Any) -> Placement:
+    whole = (1.0, 0.0, 0.0)
+    return Placement(**{"weights": whole, "kv": whole, "hidden": whole, "device_batch": 3,
+                        **SHARES[shares], **other})
+
+
+def answers_on_tiers(directory, queries, placement, tmp_path, *, policy="ft", stages=1, batch=8,
+                     **own):
+    rule = rule_of(policy, groups=stages, batch=batch) if policy == "ft" else None
+    sink, executors = run_in_process(directory, queries, num_stages=stages, num_groups=stages,
+                                     rule=rule, placed=(placement, tmp_path), **own)
+    return answers_of(sink), executors
+
+
+@pytest.mark.parametrize(("family", "shares", "policy", "stages", "order"), some(
+    [(family, shares, policy, stages, order) for family in FAMILIES for shares in SHARES
+     for policy in ("ft", "rra") for stages in (1, 2) for order in ("zigzag", "row")],
+    lambda case: case[0] == "llama" and (case[3] == 1 or case[1] == "three tiers")
+    or case[1:] == ("three tiers", "rra", 1, "zigzag")), ids=str)
+def test_tokens_are_those_of_the_model_in_memory(
+        made, answered, tmp_path, family, shares, policy, stages, order):
+    directory, (queries, wanted) = made(family)[0], answered(family)
+    placement = placement_of(shares, order=order)
+    found, executors = answers_on_tiers(directory, queries, placement, tmp_path, policy=policy,
+                                        stages=stages)
+    assert found == wanted
+    for executor in executors:
+        moved = executor.model.report(1.0).num_bytes
+        assert (moved["read"] > 0) == (placement.weights[2] > 0)
+
+
+@pytest.mark.parametrize(("dtype", "own"), [
+    (torch.float32, {"host_attention": True}), (torch.float32, {"overlap": False}),
+    (torch.float32, {"host_attention": True, "overlap": False, "device_batch": 1}),
+    (torch.bfloat16, {"device_batch": 20}), (torch.bfloat16, {"host_attention": True})], ids=str)
+def test_neither_host_attention_nor_overlap_changes_a_token(made, tmp_path, dtype, own):
+    """In bfloat16 the products are those of a model in memory with the same layout."""
+    directory, queries = made("llama")[0], random_queries(17)
+    whole = (1.0, 0.0, 0.0)
+    found, _ = answers_on_tiers(directory, queries, placement_of(**own), tmp_path, dtype=dtype)
+    in_memory, _ = answers_on_tiers(directory, queries, placement_of(
+        weights=whole, kv=whole, hidden=whole, **own), tmp_path, dtype=dtype)
+    assert found == in_memory
+
+
+def test_weights_are_loaded_once_a_step_in_zig_zag_and_once_a_batch_in_row_order(made, tmp_path):
+    """FlexGen's n l of the one and K n l of the other: 5 layers, 3 tokens, 4 batches."""
+    directory = made("llama")[0]
+    queries = [replace(query, max_new_tokens=3, is_forced=True) for query in random_queries(12)]
+    loads = {}
+    for order in ("zigzag", "row"):
+        _, (executor,) = answers_on_tiers(
+            directory, queries, placement_of("all weights on disk", order=order), tmp_path,
+            batch=12)
+        loads[order] = sum(executor.model.lender.loads[layer] for layer in range(5))
+    assert loads == {"zigzag": 15, "row": 60}
+
+
+@pytest.mark.parametrize("bits", [{"weight_bits": 4}, {"kv_bits": 4},
+                                  {"weight_bits": 4, "kv_bits": 4}], ids=str)
+def test_four_bits_answer_alike_wherever_weights_lie(made, tmp_path, bits):
+    directory, queries = made("llama")[0], random_queries(17)
+    found = [answers_on_tiers(directory, queries, placement_of(
+        **{"weights": weights, "kv": (0.0, 0.5, 0.5), **bits}), tmp_path)[0]
+        for weights in ((1.0, 0.0, 0.0), (0.2, 0.4, 0.4), (0.0, 0.0, 1.0))]
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_byte_less_than_it_takes_is_refused_in_words(made, tmp_path):
+    directory, queries = made("llama")[0], random_queries(9)
+    placement = placement_of()
+    _, (executor,) = answers_on_tiers(directory, queries, placement, tmp_path)
+    peaks = tuple(executor.model.report(1.0).peaks[tier] for tier in TIERS)
+    assert all(peaks)
+    answers_on_tiers(directory, queries, replace(placement, budgets=(peaks,)), tmp_path)
+    for tier, name in enumerate(TIERS):
+        less = tuple(peak - (own == tier) for own, peak in enumerate(peaks))
+        with pytest.raises(XgptError, match=f"the tier {name}, where .* planned bytes are taken"):
+            answers_on_tiers(directory, queries, replace(placement, budgets=(less,)), tmp_path)

@@ -1,0 +1,273 @@
+"""A stage whose weights, entries and hidden states lie on tiers. Steps are taken through it by
+device batches, in zig-zag or row order (FlexGen, arXiv:2303.06865, section 4.1)."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xgpt.core.deployment import StageAssignment
+from xgpt.core.model import ModelSpec
+from xgpt.core.placement import DEVICE, DISK, HOST, TIERS, Placement, queries_by_tier, stage_tiers
+from xrunner.checkpoint.layout import EXPERTS
+from xrunner.devices import CPU
+from xrunner.engine.kv import KvCache
+from xrunner.models.decoder import DecoderEnds, DecoderLayer, Mixture
+from xrunner.models.passes import Pass
+from xrunner.models.stage_model import PIECE_TOKENS, StageModel, StageReader
+from xrunner.models.weights import TensorPart, WeightSource
+from xrunner.offload.arena import Arena
+from xrunner.offload.kv_parts import Tiers
+from xrunner.offload.lender import Lender
+from xrunner.offload.mover import Mover, copy
+from xrunner.offload.placed_cache import Piece, PlacedCache
+from xrunner.offload.report import OffloadReport
+from xrunner.offload.weights_file import Writer, weights_file
+from xrunner.ops.linear import Product
+from xrunner.ops.rows import Residual
+from xrunner.rules.slots import Span
+
+TABLE = "embedding"
+
+
+def open_tiers(placement: Placement, stage: int, device: torch.device, folder: Path) -> Tiers:
+    """Arenas of the bytes that are planned for a rank of `stage`, and the copies between them.
+    `folder`: of files. A CPU rank without a host tier has the device's arena for the host's."""
+    planned = placement.budgets[stage] if placement.budgets else (None, None, None)
+    on_device, host, disk = (Arena(name, most) for name, most in zip(TIERS, planned, strict=True))
+    if device.type == "cpu" and not any((placement.weights[HOST], placement.kv[HOST],
+                                         placement.hidden[HOST])):
+        host = on_device
+    return Tiers(placement, device, (on_device, host, disk),
+                 Mover(overlap=placement.overlap, device=device), folder)
+
+
+class PlacedStage(StageModel):
+    """Layers and ends as of StageModel, on the tiers of `tiers`."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
+                 dtype: torch.dtype, tiers: Tiers, identity: str,
+                 weight_dtype: torch.dtype | None = None) -> None:
+        """`identity`: of the model's files, for the file of its weights. Raises XgptError."""
+        self.tiers, self._key = tiers, {"model": identity, "first": stage.first_layer,
+                                        "layers": stage.num_layers}
+        super().__init__(spec, weights, stage, dtype, device=tiers.device,
+                         weight_dtype=weight_dtype)
+
+    def _held(self, read: StageReader, count: int) -> tuple[Sequence[DecoderLayer], DecoderEnds]:
+        tiers, placement = self.tiers, self.tiers.placement
+        file = weights_file(
+            tiers.folder, {**self._key, "dtype": str(self.dtype), "held": str(self.as_type),
+                           "device": self.device.type}, placement.weight_bits,
+            partial(self._write, read, count))
+        self.lender = lender = Lender(file, tiers.arenas, tiers.mover, self.device)
+        shapes = _Shapes(read.weights, self.spec)
+        where = stage_tiers(self.spec, count, placement.weights, is_first=self.is_first,
+                            is_last=self.is_last)
+        layers = [read.layer(shapes, index) for index in range(count)]
+        ends = read.ends(shapes)
+        for index, (layer, own) in enumerate(zip(layers, where.layers, strict=True)):
+            for (name, unit, product), tier in zip(_products(index, layer), own, strict=True):
+                product.pack_movable(self.as_type, self.device.type)
+                lender.add(unit, name, product, tier)
+            if isinstance(mixture := layer.weights.mlp, Mixture):
+                mixture.lend = partial(self._lend_expert, index)
+        if ends.head is not None:
+            assert where.head is not None
+            for name, unit, product in _pieces(ends):
+                product.pack_movable(self.as_type, self.device.type)
+                lender.add(unit, name, product, where.head)
+            ends.head.lend = self._lend_piece
+            self._pieces = len(ends.head.pieces)
+        if self.is_first:
+            assert where.embedding is not None
+            self._place_table(ends, where.embedding)
+        device = tiers.arenas[DEVICE]
+        device.take(shapes.num_bytes, "norms, biases, routers and positions")
+        lender.open()
+        return layers, ends
+
+    def in_pieces(self, inputs: Tensor, cache: KvCache, spans: Sequence[Span],
+                  tails: Sequence[int]) -> Tensor:
+        """Hidden states [n, H] of a step that encodes whole inputs, `spans`, or, without any,
+        decodes a token of every request; on the last stage of rows asked for, as of `mixed` with
+        `ends_only`. `tails`: see EncodeContext. Raises XgptError."""
+        assert isinstance(cache, PlacedCache), f"{cache = }"
+        pieces = cache.pieces(spans, tails)
+        if self.tiers.placement.order == "zigzag":
+            return self._through(inputs, cache, pieces, is_again=False)
+        return torch.cat([self._through(inputs, cache, [piece], is_again=piece is not pieces[-1])
+                          for piece in pieces])
+
+    def end(self, caches: Sequence[KvCache]) -> None:
+        """Waits for all copies, and gives back the memory and files of the caches. Raises
+        XgptError."""
+        self.tiers.mover.flush()
+        for cache in caches:
+            assert isinstance(cache, PlacedCache), f"{cache = }"
+            cache.close()
+
+    def report(self, compute_s: float) -> OffloadReport:
+        """Seconds and bytes so far. `compute_s`: of all steps, copies waited for included."""
+        mover, arenas = self.tiers.mover, self.tiers.arenas
+        return OffloadReport(
+            seconds={**mover.seconds, "compute": max(compute_s - mover.waited_s, 0.0)},
+            num_bytes=dict(mover.num_bytes), waited_s=mover.waited_s, io=self.lender.file.file.way,
+            peaks={arena.tier: arena.peak for arena in arenas})
+
+    def close(self) -> None:
+        """Ends the copies and closes the file."""
+        self.tiers.mover.close()
+        self.lender.close()
+
+    def _through(self, inputs: Tensor, cache: PlacedCache, pieces: Sequence[Piece], *,
+                 is_again: bool) -> Tensor:
+        """Takes all pieces through each layer before the next. `is_again`: other pieces go through
+        the layers after these."""
+        hosted = self._hosted(pieces)
+        passes = [[self._kept(one, place in hosted) for one in self._passes(
+            inputs[piece.rows], piece)] for place, piece in enumerate(pieces)]
+        cache.ahead(0, pieces[0])
+        last = len(self.layers) - 1
+        for index, layer in self._lent(is_again=is_again):
+            is_mixture = isinstance(layer.weights.mlp, Mixture)
+            for place, (piece, own) in enumerate(zip(pieces, passes, strict=True)):
+                entries = cache.lend(index, piece)
+                if place + 1 < len(pieces):
+                    cache.ahead(index, pieces[place + 1])
+                elif index < last:
+                    cache.ahead(index + 1, pieces[0])
+                for one in own:
+                    if place in hosted:
+                        one.hidden = Residual(self._across("up", one.hidden.total()))
+                    attended = one.attended(layer, entries, is_last=index == last)  # may narrow it
+                    layer.project(one.hidden, attended)
+                    if not is_mixture:
+                        layer.mix([one.hidden])
+                    self._kept(one, place in hosted and index < last)
+                cache.put(index, piece)
+            if is_mixture:
+                layer.mix([one.hidden for own in passes for one in own])
+        return torch.cat([one.output() for own in passes for one in own])
+
+    def _passes(self, inputs: Tensor, piece: Piece) -> list[Pass]:
+        """The piece's ways through the layers: several, of fewer rows, where that is quicker."""
+        below = piece.decoded is not None and piece.tier != DEVICE
+        across = self._across if below and self.tiers.placement.host_attention else None
+        if piece.encoded is None or self.device.type != "cpu":
+            return [Pass(self, inputs, piece.decoded, piece.encoded, ends_only=self.is_last,
+                         across=across)]
+        return [Pass(self, inputs[rows], None, own, ends_only=self.is_last)
+                for rows, own in piece.encoded.pieces(PIECE_TOKENS)]
+
+    def _hosted(self, pieces: Sequence[Piece]) -> set[int]:
+        """Numbers of the pieces whose hidden states lie on the host between layers."""
+        first, count = pieces[0].slots.start, sum(len(piece.slots) for piece in pieces)
+        on_device = len(queries_by_tier(count, self.tiers.placement.hidden)[DEVICE])
+        return {place for place, piece in enumerate(pieces)
+                if piece.slots.stop - first > on_device and len(pieces) > 1}
+
+    def _kept(self, one: Pass, is_hosted: bool) -> Pass:
+        """The pass, its hidden states moved to the host if `is_hosted`."""
+        if is_hosted:
+            one.hidden = Residual(self._across("down", one.hidden.total()))
+        return one
+
+    def _across(self, way: Literal["up", "down"], rows: Tensor) -> Tensor:
+        """A copy of the rows on the device (up) or on the host."""
+        device = self.device if way == "up" else CPU
+        found = torch.empty(rows.shape, dtype=rows.dtype, device=device,
+                            pin_memory=way == "down" and self.device.type != "cpu")
+        mover = self.tiers.mover
+        mover.wait(mover.submit(way, rows.nbytes, partial(copy, found, rows.contiguous())))
+        return found
+
+    def _lent(self, *, is_again: bool) -> Iterator[tuple[int, DecoderLayer]]:
+        """The layers with their numbers, their weights in place one after the other."""
+        for index, layer in enumerate(self.layers):
+            self._then: object = index + 1
+            if index + 1 == len(self.layers):
+                self._then = 0 if is_again or not self.is_last else ("head", 0)
+            is_mixture = isinstance(layer.weights.mlp, Mixture)
+            self.lender.lend(index, None if is_mixture else self._then)
+            yield index, layer
+
+    def _lend_expert(self, layer: int, expert: int, following: int | None) -> None:
+        self.lender.lend((layer, expert), self._then if following is None else (layer, following))
+
+    def _lend_piece(self, piece: int) -> None:
+        self.lender.lend(("head", piece), ("head", piece + 1) if piece + 1 < self._pieces else 0)
+
+    def _write(self, read: StageReader, count: int, writer: Writer) -> None:
+        """Writes all weights of the stage into a new file, a layer at a time."""
+        for index in range(count):
+            for name, _, product in _products(index, read.layer(read.weights, index)):
+                product.pack_movable(self.as_type, self.device.type)
+                writer.add(name, product)
+        ends = read.ends(read.weights)
+        for name, _, product in _pieces(ends):
+            product.pack_movable(self.as_type, self.device.type)
+            writer.add(name, product)
+        if ends.embedding is not None:
+            writer.table(TABLE, ends.embedding)
+
+    def _place_table(self, ends: DecoderEnds, tier: int) -> None:
+        if tier == DISK:
+            ends.embedding, ends.rows = None, self._rows
+            return
+        table = self.lender.table(TABLE, tier)
+        if tier == DEVICE:
+            ends.embedding = table
+        else:
+            ends.embedding = None
+            ends.rows = lambda tokens: self._across("up", F.embedding(tokens.to(CPU), table))
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """Rows [T, H] of the embedding, read singly from the disk."""
+        file, found = self.lender.file, list[Tensor]()
+        before, mover = file.file.bytes_read, self.tiers.mover
+        mover.wait(mover.submit("read", 0, lambda: found.append(file.rows(TABLE, tokens))))
+        mover.num_bytes["read"] += file.file.bytes_read - before
+        return found[0].to(self.device)
+
+
+class _Shapes:
+    """Another source's small tensors; products and the embedding as shapes alone ("meta").
+    `num_bytes`: of the small ones."""
+
+    def __init__(self, weights: WeightSource, spec: ModelSpec) -> None:
+        self._weights, self._spec, self.dtype, self.num_bytes = weights, spec, weights.dtype, 0
+        experts = spec.decoder.experts
+        self._router = "" if experts is None else f"{EXPERTS[experts.names].router}.weight"
+
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
+        is_router = bool(self._router) and name.endswith(self._router)
+        if len(shape) == 1 or is_router or self._spec.max_positions is not None and (
+                shape[0] != self._spec.vocab_size and ".layers." not in name
+                and not name.startswith("h.")):
+            tensor = self._weights.get(name, shape, part)
+            self.num_bytes += tensor.nbytes
+            return tensor
+        return torch.empty(shape if part is None else part.shape(shape), dtype=self.dtype,
+                           device="meta")
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+
+def _products(index: int, layer: DecoderLayer) -> Iterator[tuple[str, object, Product]]:
+    """Name, unit and product of each of a layer's products: an expert is a unit of its own."""
+    experts = isinstance(layer.weights.mlp, Mixture)
+    for place, product in enumerate(layer.products):
+        unit: object = (index, (place - 2) // 2) if experts and place >= 2 else index
+        yield f"{index}.{place}", unit, product
+
+
+def _pieces(ends: DecoderEnds) -> Iterator[tuple[str, object, Product]]:
+    """Name, unit and product of each piece of the head."""
+    for place, product in enumerate([] if ends.head is None else ends.head.pieces):
+        yield f"head.{place}", ("head", place), product
