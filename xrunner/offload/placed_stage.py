@@ -13,25 +13,29 @@ from torch.nn import functional as F
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
 from xgpt.core.placement import DEVICE, DISK, HOST, TIERS, Placement, queries_by_tier, stage_tiers
-from xrunner.checkpoint.layout import EXPERTS
 from xrunner.devices import CPU
 from xrunner.engine.kv import KvCache
 from xrunner.models.decoder import DecoderEnds, DecoderLayer, Mixture
 from xrunner.models.passes import Pass
 from xrunner.models.stage_model import PIECE_TOKENS, StageModel, StageReader
-from xrunner.models.weights import TensorPart, WeightSource
+from xrunner.models.weights import WeightSource
 from xrunner.offload.arena import Arena
 from xrunner.offload.kv_parts import Tiers
 from xrunner.offload.lender import Lender
 from xrunner.offload.mover import Mover, copy
 from xrunner.offload.placed_cache import Piece, PlacedCache
 from xrunner.offload.report import OffloadReport
-from xrunner.offload.weights_file import Writer, weights_file
+from xrunner.offload.stage_weights import (
+    TABLE,
+    Shapes,
+    pieces_of,
+    products_of,
+    write_stage,
+)
+from xrunner.offload.weights_file import weights_file
 from xrunner.ops.linear import Product
 from xrunner.ops.rows import Residual
 from xrunner.rules.slots import Span
-
-TABLE = "embedding"
 
 
 def open_tiers(placement: Placement, stage: int, device: torch.device, folder: Path) -> Tiers:
@@ -60,26 +64,27 @@ class PlacedStage(StageModel):
 
     def _held(self, read: StageReader, count: int) -> tuple[Sequence[DecoderLayer], DecoderEnds]:
         tiers, placement = self.tiers, self.tiers.placement
+        pack = partial(Product.pack_movable, dtype=self.as_type, device_type=self.device.type)
         file = weights_file(
             tiers.folder, {**self._key, "dtype": str(self.dtype), "held": str(self.as_type),
                            "device": self.device.type}, placement.weight_bits,
-            partial(self._write, read, count))
+            lambda writer: write_stage(writer, read, count, pack))
         self.lender = lender = Lender(file, tiers.arenas, tiers.mover, self.device)
-        shapes = _Shapes(read.weights, self.spec)
+        shapes = Shapes(read.weights, self.spec)
         where = stage_tiers(self.spec, count, placement.weights, is_first=self.is_first,
                             is_last=self.is_last)
         layers = [read.layer(shapes, index) for index in range(count)]
         ends = read.ends(shapes)
         for index, (layer, own) in enumerate(zip(layers, where.layers, strict=True)):
-            for (name, unit, product), tier in zip(_products(index, layer), own, strict=True):
-                product.pack_movable(self.as_type, self.device.type)
+            for (name, unit, product), tier in zip(products_of(index, layer), own, strict=True):
+                pack(product)
                 lender.add(unit, name, product, tier)
             if isinstance(mixture := layer.weights.mlp, Mixture):
                 mixture.lend = partial(self._lend_expert, index)
         if ends.head is not None:
             assert where.head is not None
-            for name, unit, product in _pieces(ends):
-                product.pack_movable(self.as_type, self.device.type)
+            for name, unit, product in pieces_of(ends):
+                pack(product)
                 lender.add(unit, name, product, where.head)
             ends.head.lend = self._lend_piece
             self._pieces = len(ends.head.pieces)
@@ -118,11 +123,6 @@ class PlacedStage(StageModel):
             seconds={**mover.seconds, "compute": max(compute_s - mover.waited_s, 0.0)},
             num_bytes=dict(mover.num_bytes), waited_s=mover.waited_s, io=self.lender.file.file.way,
             peaks={arena.tier: arena.peak for arena in arenas})
-
-    def close(self) -> None:
-        """Ends the copies and closes the file."""
-        self.tiers.mover.close()
-        self.lender.close()
 
     def _through(self, inputs: Tensor, cache: PlacedCache, pieces: Sequence[Piece], *,
                  is_again: bool) -> Tensor:
@@ -202,19 +202,6 @@ class PlacedStage(StageModel):
     def _lend_piece(self, piece: int) -> None:
         self.lender.lend(("head", piece), ("head", piece + 1) if piece + 1 < self._pieces else 0)
 
-    def _write(self, read: StageReader, count: int, writer: Writer) -> None:
-        """Writes all weights of the stage into a new file, a layer at a time."""
-        for index in range(count):
-            for name, _, product in _products(index, read.layer(read.weights, index)):
-                product.pack_movable(self.as_type, self.device.type)
-                writer.add(name, product)
-        ends = read.ends(read.weights)
-        for name, _, product in _pieces(ends):
-            product.pack_movable(self.as_type, self.device.type)
-            writer.add(name, product)
-        if ends.embedding is not None:
-            writer.table(TABLE, ends.embedding)
-
     def _place_table(self, ends: DecoderEnds, tier: int) -> None:
         if tier == DISK:
             ends.embedding, ends.rows = None, self._rows
@@ -233,41 +220,3 @@ class PlacedStage(StageModel):
         mover.wait(mover.submit("read", 0, lambda: found.append(file.rows(TABLE, tokens))))
         mover.num_bytes["read"] += file.file.bytes_read - before
         return found[0].to(self.device)
-
-
-class _Shapes:
-    """Another source's small tensors; products and the embedding as shapes alone ("meta").
-    `num_bytes`: of the small ones."""
-
-    def __init__(self, weights: WeightSource, spec: ModelSpec) -> None:
-        self._weights, self._spec, self.dtype, self.num_bytes = weights, spec, weights.dtype, 0
-        experts = spec.decoder.experts
-        self._router = "" if experts is None else f"{EXPERTS[experts.names].router}.weight"
-
-    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        is_router = bool(self._router) and name.endswith(self._router)
-        if len(shape) == 1 or is_router or self._spec.max_positions is not None and (
-                shape[0] != self._spec.vocab_size and ".layers." not in name
-                and not name.startswith("h.")):
-            tensor = self._weights.get(name, shape, part)
-            self.num_bytes += tensor.nbytes
-            return tensor
-        return torch.empty(shape if part is None else part.shape(shape), dtype=self.dtype,
-                           device="meta")
-
-    def has(self, name: str) -> bool:
-        return self._weights.has(name)
-
-
-def _products(index: int, layer: DecoderLayer) -> Iterator[tuple[str, object, Product]]:
-    """Name, unit and product of each of a layer's products: an expert is a unit of its own."""
-    experts = isinstance(layer.weights.mlp, Mixture)
-    for place, product in enumerate(layer.products):
-        unit: object = (index, (place - 2) // 2) if experts and place >= 2 else index
-        yield f"{index}.{place}", unit, product
-
-
-def _pieces(ends: DecoderEnds) -> Iterator[tuple[str, object, Product]]:
-    """Name, unit and product of each piece of the head."""
-    for place, product in enumerate([] if ends.head is None else ends.head.pieces):
-        yield f"head.{place}", ("head", place), product
