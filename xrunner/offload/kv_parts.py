@@ -2,7 +2,7 @@
 
 A request has a row of blocks [blocks, 2, k, size, d], the keys and values of each block one after
 the other, so that what it has used is contiguous. Blocks are those of a file, or one for a request:
-attention reads long stretches faster."""
+attention reads long stretches faster. In 4 bits a block is packed once it is full."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,20 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xgpt.core.placement import DEVICE, HOST, Placement, kv_block_tokens
+from xgpt.core.placement import DEVICE, DISK, HOST, Placement, kv_block_tokens, sectors
 from xgpt.core.system.direct_file import DirectFile
 from xrunner.devices import CPU
 from xrunner.engine.kv import KvShape
 from xrunner.offload.arena import Arena, raw
 from xrunner.offload.mover import Mover, Ticket, copy
+from xrunner.ops import four_bits
 from xrunner.ops.contexts import BlockTable, Cache
 
 Tokens = Sequence[tuple[int, int]]  # of each request: the first, and one behind the last
 
 
 class Tiers(NamedTuple):
-    """A rank's tiers. `arenas`: by tier; the device's for the host of a CPU rank
-    that has no such tier. `folder`: of files."""
+    """A rank's tiers. `arenas`: by tier; the device's for the host of a CPU rank that has no such
+    tier. `folder`: of files."""
 
     placement: Placement
     device: torch.device
@@ -37,18 +38,24 @@ class Tiers(NamedTuple):
         """Whether the device's memory is not its host's."""
         return self.device.type != "cpu"
 
-    def flat(self, tier: int, num_bytes: int) -> Tensor:
-        """A buffer of uint8 on the device or its host. Raises XgptError."""
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
+    def tensor(self, tier: int, shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+        """Zeros on the device or its host. Raises XgptError if the tier has too little left."""
+        if 0 in shape:
+            return torch.zeros(tuple(shape), dtype=dtype)
         device = self.device if tier == DEVICE else CPU
-        return self.arenas[tier].tensor((num_bytes,), torch.uint8, "a buffer of keys and values",
-                                        device=device, pin=self.is_far and tier == HOST)
+        made = self.arenas[tier].tensor(shape, dtype, what, device=device,
+                                        pin=self.is_far and tier == HOST)
+        return made if made.is_cpu else made.zero_()
+
+    def free(self, tier: int, tensor: Tensor) -> None:
+        """Gives back what `tensor` returned."""
+        if tensor.numel():
+            self.arenas[tier].free(tensor)
 
 
 class Buffer:
     """Memory of a piece at a time. `landing`: on the host, where a file is read. `staging`: on the
-    device; both are the same memory on a CPU. `last`: the copy that ends its use so far."""
+    device. `last`: the copy that ends its use so far."""
 
     def __init__(self, landing: Tensor, staging: Tensor) -> None:
         self.landing, self.staging, self.is_lent = landing, staging, False
@@ -75,6 +82,11 @@ class RowForm(NamedTuple):
     @property
     def row_bytes(self) -> int:
         return self.blocks * self.size * self.token_bytes
+
+    def packed(self) -> "RowForm":
+        """The form of the same blocks in 4 bits, each to the end of a sector."""
+        num_bytes = sectors(four_bits.packed_bytes(self.block))
+        return RowForm(self.blocks, 1, self.size, num_bytes // (2 * self.size), torch.uint8)
 
     def view(self, flat: Tensor, rows: int) -> Tensor:
         """The beginning of flat memory (uint8) as rows [rows, blocks, 2, k, size, d]."""
@@ -133,65 +145,101 @@ def recut(row: Tensor, into: Tensor, length: int) -> None:
         into[block, :, :, :end - first] = tokens[:, :, first:end]
 
 
-class MemoryPart:
-    """Rows in the memory of a device or its host: `rows` [layers, count, blocks, 2, k, size, d],
-    zero at first, since a masked score still multiplies what lies there."""
+class KvPart:
+    """Rows of one tier, in memory or in a file. `form`: as they lie there; `near`: where attention
+    reads them. `rows`: [layers, count, blocks, 2, k, size, d] of `form`, in memory, zero at first,
+    since a masked score still multiplies what lies there. `row_of`: by slot.
 
-    def __init__(self, form: RowForm, layers: int, rows: int, arena: Arena, *,
-                 device: torch.device | str = "cpu", pin: bool = False) -> None:
-        """Raises XgptError if the arena has too little left."""
-        self.form, self.count, self.num_bytes = form, rows, layers * rows * form.row_bytes
-        self.rows = arena.tensor((layers, rows, form.blocks, *form.block), form.dtype,
-                                 f"the KV cache of {rows} requests", device=device, pin=pin)
-        if not self.rows.is_cpu:
-            self.rows.zero_()
+    Of a file only whole blocks are read and written, and only whole blocks are packed. A request's
+    last block stays on the host until it is full. The file has no name, so that it goes however the
+    process ends."""
 
+    def __init__(self, near: RowForm, layers: int, count: int, tiers: Tiers, tier: int,
+                 name: str) -> None:
+        """Raises XgptError if a tier has too little left, or the folder refuses."""
+        self.is_packed = tier != DEVICE and tiers.placement.kv_bits == 4
+        self.near, self.form = near, near.packed() if self.is_packed else near
+        self.count, self.num_bytes = count, layers * count * self.form.row_bytes
+        self.row_of, self.file, in_memory = [*range(count)], None, layers
+        what = f"the KV cache of {count} requests"
+        if tier == DISK and count:
+            tiers.arenas[DISK].take(sectors(self.num_bytes), what)
+            self.file, in_memory = DirectFile(tiers.folder / name, self.num_bytes,
+                                              is_scratch=True), 0
+        self.rows = tiers.tensor(tier, (in_memory, count, self.form.blocks, *self.form.block),
+                                 self.form.dtype, what)
+        tails = layers if self.is_packed or self.file is not None else 0
+        self._tails = tiers.tensor(HOST, (tails, count, *near.block), near.dtype,
+                                   f"the last blocks of {what}")
 
-class DiskPart:
-    """Rows in a file, by (layer, row). Only whole blocks are read and written; a request's last
-    block stays in memory until it is full. The file has no name, so that it goes however the
-    process ends. `row_of`: row of the file and of the tails, by slot."""
-
-    def __init__(self, form: RowForm, layers: int, rows: int, path: Path, *, disk: Arena,
-                 memory: Arena) -> None:
-        """memory: of the tails. Raises XgptError if an arena or the disk has too little left."""
-        self.form, self.count, self.num_bytes = form, rows, layers * rows * form.row_bytes
-        self.row_of = [*range(rows)]
-        what = f"the KV cache of {rows} requests"
-        disk.take(self.num_bytes, what)
-        self.file = DirectFile(path, self.num_bytes, is_scratch=True)
-        self._tails = memory.tensor((layers, rows, *form.block), form.dtype,
-                                    f"the last blocks of {what}")  # by layer and row
+    def close(self, tiers: Tiers, tier: int) -> None:
+        """Gives back the memory and the file."""
+        tiers.free(tier, self.rows)
+        tiers.free(HOST, self._tails)
+        if self.file is not None:
+            self.file.close()
+            tiers.arenas[DISK].give_back(sectors(self.num_bytes))
 
     def whole_bytes(self, tokens: Tokens) -> int:
         """Bytes of the blocks that become whole with these tokens."""
-        size = self.form.size
-        return sum(end // size - first // size for first, end in tokens) * (
-            size * self.form.token_bytes)
+        form = self.form
+        return form.size * form.token_bytes * sum(
+            end // form.size - first // form.size for first, end in tokens)
 
     def load(self, layer: int, row: int, tokens: Tokens, into: Tensor) -> None:
-        """Fills rows [n, blocks, 2, k, size, d] with the requests' tokens. These are all that each
-        has, from the first on. `row`: of the first request."""
-        size, tails, rows = self.form.size, array(self._tails[layer]), array(into)
-        for own, place, (_, count) in zip(into, self.row_of[row:], tokens, strict=False):
-            if count >= size:
-                self.file.read(self._offset(layer, place), raw(own[:count // size]))
-        begun = [i for i, (_, count) in enumerate(tokens) if count % size]
-        rows[begun, [tokens[i][1] // size for i in begun]] = tails[
-            [self.row_of[row + i] for i in begun]]
+        """Reads the requests' tokens, all that each has, into rows of `form`. `row`: of the first
+        request."""
+        assert self.file is not None, f"{self.form = }"
+        for own, place, (_, end) in zip(into, self.row_of[row:], tokens, strict=False):
+            if end >= self.form.size:
+                self.file.read(self._offset(layer, place), raw(own[:end // self.form.size]))
+        if not self.is_packed:
+            self._add_tails(layer, row, tokens, into)
 
     def store(self, layer: int, row: int, tokens: Tokens, source: Tensor) -> None:
-        """Stores the requests' new tokens, from rows with all that each has."""
-        size, tails, rows = self.form.size, array(self._tails[layer]), array(source)
-        for i, (first, end) in enumerate(tokens):
-            low, high, place = first // size, end // size, self.row_of[row + i]
+        """Writes the requests' new tokens from rows of `form` with all that each has."""
+        assert self.file is not None, f"{self.form = }"
+        for own, place, (first, end) in zip(source, self.row_of[row:], tokens, strict=False):
+            low, high = first // self.form.size, end // self.form.size
             if high > low:
-                self.file.write(self._offset(layer, place, low), raw(source[i, low:high]))
-            new = slice(max(first - high * size, 0), end - high * size)
-            if new.stop:
-                tails[place, :, :, new] = rows[i, high, :, :, new]
+                self.file.write(self._offset(layer, place, low), raw(own[low:high]))
+        if not self.is_packed:
+            self._keep_tails(layer, row, tokens, source)
+
+    def up(self, layer: int, row: int, tokens: Tokens, lower: Tensor, rows: Tensor) -> None:
+        """Copies the requests' tokens, all that each has, from rows of `form` to rows of `near`."""
+        if not self.is_packed:
+            copy_entries(rows, lower, tokens)
+            return
+        num_bytes = four_bits.packed_bytes(self.near.block)
+        for own, into, (_, end) in zip(lower, rows, tokens, strict=True):
+            for packed, block in zip(own[:end // self.form.size], into, strict=False):
+                four_bits.unpack(packed.view(-1)[:num_bytes].to(block.device), block)
+        self._add_tails(layer, row, tokens, rows)
+
+    def down(self, layer: int, row: int, tokens: Tokens, lower: Tensor, rows: Tensor) -> None:
+        """Copies the requests' new tokens from rows of `near` to rows of `form`."""
+        if not self.is_packed:
+            copy_entries(lower, rows, tokens)
+            return
+        num_bytes = four_bits.packed_bytes(self.near.block)
+        for into, own, (first, end) in zip(lower, rows, tokens, strict=True):
+            for block in range(first // self.form.size, end // self.form.size):
+                into[block].view(-1)[:num_bytes] = four_bits.pack(own[block]).to(into.device)
+        self._keep_tails(layer, row, tokens, rows)
+
+    def _add_tails(self, layer: int, row: int, tokens: Tokens, into: Tensor) -> None:
+        for own, place, (_, end) in zip(into, self.row_of[row:], tokens, strict=False):
+            if end % self.near.size:
+                copy(own[end // self.near.size], self._tails[layer, place])
+
+    def _keep_tails(self, layer: int, row: int, tokens: Tokens, source: Tensor) -> None:
+        size = self.near.size
+        for own, place, (first, end) in zip(source, self.row_of[row:], tokens, strict=False):
+            if end % size:
+                new = slice(max(first - end // size * size, 0), end % size)
+                copy(self._tails[layer, place, :, :, new], own[end // size, :, :, new])
 
     def _offset(self, layer: int, row: int, block: int = 0) -> int:
         form = self.form
-        return ((layer * self.count + row) * form.blocks + block) * (
-            form.size * form.token_bytes)
+        return ((layer * self.count + row) * form.blocks + block) * form.size * form.token_bytes

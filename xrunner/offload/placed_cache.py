@@ -18,7 +18,7 @@ from xgpt.core.placement import DEVICE, DISK, HOST, queries_by_tier
 from xrunner.devices import CPU
 from xrunner.engine.kv import KvCache, KvShape
 from xrunner.offload import kv_parts
-from xrunner.offload.kv_parts import Buffer, DiskPart, MemoryPart, Tiers, Tokens
+from xrunner.offload.kv_parts import Buffer, KvPart, Tiers, Tokens
 from xrunner.offload.mover import Ticket
 from xrunner.ops import contexts
 from xrunner.rules.slots import Span, compaction_moves
@@ -29,8 +29,8 @@ class Piece(NamedTuple):
 
     `rows`: of the step's input. `slots`: of the group. `device`: where its cache is lent. One of
     `decoded` and `encoded` is set, with tensors on `device`. Its places and blocks are the lent
-    cache's, the same for every layer. `tokens`: cached before and after the step.
-    `is_staged`: whether entries are copied to the device."""
+    cache's, the same for every layer. `tokens`: cached before and after the step. `is_below`:
+    whether attention is computed where the entries lie, below the device."""
 
     rows: slice
     slots: range
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     decoded: contexts.DecodeContext | None
     encoded: contexts.EncodeContext | None
     tokens: Tokens
-    is_staged: bool
+    is_below: bool
 
 
 class _Lent(NamedTuple):
@@ -58,30 +58,22 @@ class PlacedCache(KvCache):
 
     def __init__(self, shape: KvShape, tiers: Tiers, name: str) -> None:
         """`name`: of the file, if any. Raises XgptError if a tier has too little left."""
-        super().__init__(shape._replace(num_layers=0), tiers.device)
+        super().__init__(shape._replace(num_layers=0))
         self._tiers, self._num_layers = tiers, shape.num_layers
         self._ranges = queries_by_tier(shape.slots, tiers.placement.kv)
-        self.parts: dict[int, MemoryPart | DiskPart] = {}
         self.buffers: list[Buffer] = []  # two, which all groups share
         self._earlier: list[Ticket] = []  # copies of earlier steps that may be under way
         self._lent: dict[tuple[int, int], _Lent] = {}  # by layer and first slot
-        copies_blocks = tiers.is_far and not tiers.placement.host_attention
-        for tier, own in enumerate(self._ranges):
-            form = kv_parts.row_form(shape, in_blocks=tier == DISK or (
-                tier == HOST and copies_blocks))
-            if own and tier == DISK:
-                self.parts[tier] = DiskPart(form, shape.num_layers, len(own), tiers.folder / name,
-                                            disk=tiers.arenas[DISK], memory=tiers.arenas[HOST])
-            elif own:
-                self.parts[tier] = MemoryPart(
-                    form, shape.num_layers, len(own), tiers.arenas[tier],
-                    device=tiers.device if tier == DEVICE else CPU,
-                    pin=tier == HOST and tiers.is_far)
+        by_blocks = tiers.placement.kv_bits == 4 or (
+            tiers.is_far and not tiers.placement.host_attention)
+        self.parts = [kv_parts.KvPart(
+            kv_parts.row_form(shape, in_blocks=tier == DISK or (tier == HOST and by_blocks)),
+            shape.num_layers, len(own), tiers, tier, name) for tier, own in enumerate(self._ranges)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes set aside on all tiers."""
-        return sum(part.num_bytes for part in self.parts.values())
+        return sum(part.num_bytes for part in self.parts)
 
     @property
     def peak_bytes(self) -> int:
@@ -91,9 +83,9 @@ class PlacedCache(KvCache):
     def free(self, removed: Sequence[int]) -> int:
         """Removes slots and closes the gaps, from tier to tier too; returns the number of rows
         moved."""
-        for buffer in self.buffers if removed else ():
-            if buffer.last is not None:
-                self._tiers.mover.wait(buffer.last)
+        self._earlier = [own.last for own in self.buffers if own.last is not None]
+        for ticket in self._earlier if removed else ():
+            self._tiers.mover.wait(ticket)
         for source, target in compaction_moves(len(self.lengths), removed):
             self._move(source, target, self.lengths[source])
         return super().free(removed)
@@ -112,14 +104,13 @@ class PlacedCache(KvCache):
         ends, most = [*accumulate(counts, initial=0)], placement.device_batch
         for tier, own in enumerate(self._ranges):
             is_below = tier != DEVICE and not spans and placement.host_attention
-            is_staged = not is_below and (tier == HOST or (tier == DISK and self._tiers.is_far))
             device, stop = CPU if is_below else self._tiers.device, start + len(counts)
             for first in range(max(own.start, start), min(own.stop, stop), most):
                 slots = range(first, min(first + most, own.stop, stop))
                 low, high = first - start, slots.stop - start
                 tokens = [(self.lengths[slot], self.lengths[slot] + count)
                           for slot, count in zip(slots, counts[low:high], strict=True)]
-                table = self.parts[tier].form.table(len(slots), device)
+                table = self.parts[tier].near.table(len(slots), device)
                 decoded = encoded = None
                 if spans:
                     encoded = contexts.encode_context(
@@ -129,21 +120,24 @@ class PlacedCache(KvCache):
                     decoded = contexts.decode_context([end for _, end in tokens], None, device,
                                                       table)
                 made.append(Piece(slice(ends[low], ends[high]), slots, tier, device, decoded,
-                                  encoded, tokens, is_staged))
+                                  encoded, tokens, is_below))
         return made
 
     def ahead(self, layer: int, piece: Piece) -> None:
         """Begins to bring the piece's entries of a layer. No more than two pieces are between this
         and `put`. Raises the error of an earlier copy."""
-        part, row = self._at(piece.slots.start)
+        part, row, count = *self._at(piece), len(piece.slots)
         known, submit = [(0, first) for first, _ in piece.tokens], self._tiers.mover.submit
-        has_entries, count, buffer = any(first for _, first in known), len(known), None
+        has_entries, buffer = any(first for _, first in known), None
         before = [] if piece.tier == DEVICE else [*self._earlier]
-        if piece.is_staged or isinstance(part, DiskPart):
-            buffer = next(own for own in self.buffers if not own.is_lent)
+        is_staged = self._is_staged(piece)
+        if is_staged or part.file is not None:
+            idle = [own for own in self.buffers if not own.is_lent]
+            assert idle, f"{piece.slots = }: a third piece at a time"
+            buffer = min(idle, key=lambda own: own.last is not None and not own.last.done.is_set())
             buffer.is_lent = True
             before += [] if buffer.last is None else [buffer.last]
-        if isinstance(part, MemoryPart):
+        if part.file is None:
             lower = rows = part.rows[layer, row:row + count]
         else:
             assert buffer is not None
@@ -151,12 +145,12 @@ class PlacedCache(KvCache):
             if has_entries:
                 before = [submit("read", part.whole_bytes(known),
                                  partial(part.load, layer, row, known, lower), before)]
-        if piece.is_staged:
+        if is_staged:
             assert buffer is not None
-            rows = part.form.view(buffer.staging, count)
+            rows = part.near.view(buffer.staging, count)
             if has_entries:
                 before = [submit("up", sum(first for _, first in known) * part.form.token_bytes,
-                                 partial(kv_parts.copy_entries, rows, lower, known), before)]
+                                 partial(part.up, layer, row, known, lower, rows), before)]
         self._lent[layer, piece.slots.start] = _Lent(lower, rows, buffer, before)
 
     def lend(self, layer: int, piece: Piece) -> contexts.Cache:
@@ -171,62 +165,72 @@ class PlacedCache(KvCache):
 
     def put(self, layer: int, piece: Piece) -> None:
         """Stores what the layer wrote, and ends the loan. Raises the error of an earlier copy."""
-        part, row = self._at(piece.slots.start)
+        part, row = self._at(piece)
         lent, submit = self._lent.pop((layer, piece.slots.start)), self._tiers.mover.submit
         if lent.buffer is None:
             return
         after = list[Ticket]()
-        if piece.is_staged:
+        if lent.lower is not lent.rows:
             count = sum(end - first for first, end in piece.tokens)
             after = [submit("down", count * part.form.token_bytes, partial(
-                kv_parts.copy_entries, lent.lower, lent.rows, piece.tokens))]
-        if isinstance(part, DiskPart):
+                part.down, layer, row, piece.tokens, lent.lower, lent.rows))]
+        if part.file is not None:
             after = [submit("write", part.whole_bytes(piece.tokens),
                             partial(part.store, layer, row, piece.tokens, lent.lower), after)]
         lent.buffer.last, lent.buffer.is_lent = after[0], False
 
     def close(self) -> None:
-        """Closes the file; the disk then has its bytes again."""
-        for part in self.parts.values():
-            if isinstance(part, DiskPart):
-                part.file.close()
+        """Gives back the memory and the file; no copies may be under way."""
+        for tier, part in enumerate(self.parts):
+            part.close(self._tiers, tier)
+        for buffer in self.buffers:
+            if not buffer.is_lent:  # no other group has given it back
+                buffer.is_lent = True
+                self._tiers.free(DEVICE, buffer.staging)
+                if buffer.landing is not buffer.staging:
+                    self._tiers.free(HOST, buffer.landing)
 
-    def _at(self, slot: int) -> tuple[MemoryPart | DiskPart, int]:
-        """The part and the row of a slot."""
-        tier = next(tier for tier, own in enumerate(self._ranges) if slot in own)
-        return self.parts[tier], slot - self._ranges[tier].start
+    def _at(self, piece: Piece) -> tuple[KvPart, int]:
+        """The part and the row of the piece's first slot."""
+        return self.parts[piece.tier], piece.slots.start - self._ranges[piece.tier].start
+
+    def _is_staged(self, piece: Piece) -> bool:
+        """Whether the piece's entries are copied to the device."""
+        is_far = piece.tier == HOST or (piece.tier == DISK and self._tiers.is_far)
+        return self.parts[piece.tier].is_packed or (is_far and not piece.is_below)
 
     def _move(self, source: int, target: int, length: int) -> None:
         """Moves a request's entries to another slot, while nothing else is under way."""
-        mover, tokens = self._tiers.mover, [(0, length)]
-        (one, row), (other, place) = self._at(source), self._at(target)
-        if one is other and isinstance(one, DiskPart):  # no byte moves
-            one.row_of[row], one.row_of[place] = one.row_of[place], one.row_of[row]
+        of = [next(tier for tier, own in enumerate(self._ranges) if slot in own)
+              for slot in (source, target)]
+        one, other = (Piece(slice(0), range(slot, slot + 1), tier, CPU, None, None, tokens, True)
+                      for slot, tier, tokens in ((source, of[0], [(length, length)]),
+                                                 (target, of[1], [(0, length)])))
+        part, row, (_, place) = *self._at(one), self._at(other)
+        if of[0] == of[1] and part.file is not None:  # no byte moves
+            part.row_of[row], part.row_of[place] = part.row_of[place], part.row_of[row]
             return
         for layer in range(self._num_layers if length else 0):
-            held, into = (own.rows[layer, at] if isinstance(own, MemoryPart)
-                          else own.form.view(self.buffers[0].landing, 1)[0]
-                          for own, at in ((one, row), (other, place)))
-            if isinstance(one, DiskPart):
-                mover.wait(mover.submit("read", one.whole_bytes(tokens), partial(
-                    one.load, layer, row, tokens, held[None])))
-            kv_parts.recut(held, into, length)
-            if isinstance(other, DiskPart):
-                mover.wait(mover.submit("write", other.whole_bytes(tokens), partial(
-                    other.store, layer, place, tokens, into[None])))
+            self.lend(layer, one)
+            self.lend(layer, other)
+            kv_parts.recut(self._lent[layer, source].rows[0], self._lent[layer, target].rows[0],
+                           length)
+            self.put(layer, one)
+            self.put(layer, other)
 
 
 def placed_caches(count: int, shape: KvShape, tiers: Tiers) -> list[PlacedCache]:
     """Caches of `count` groups. `shape`: of a group's most slots, in rows. Raises XgptError if a
     tier has too little left, or the folder of the files refuses."""
     caches = [PlacedCache(shape, tiers, f"kv-{os.getpid()}-{group}") for group in range(count)]
-    most = tiers.placement.device_batch
-    held = {tier: part.form.row_bytes * min(part.count, most)
-            for tier, part in caches[0].parts.items()}
-    of_host, of_disk = held.get(HOST, 0), held.get(DISK, 0)
+    rows = [min(part.count, tiers.placement.device_batch) for part in caches[0].parts]
+    near = max(part.near.row_bytes * most for part, most in zip(
+        caches[0].parts[HOST:], rows[HOST:], strict=True))
+    landed, what = caches[0].parts[DISK].form.row_bytes * rows[DISK], "a buffer of keys and values"
     for _ in range(2):
-        staging = tiers.flat(DEVICE, max(of_host, of_disk))
-        buffer = Buffer(tiers.flat(HOST, of_disk) if tiers.is_far else staging, staging)
+        landing = staging = tiers.tensor(DEVICE, (near,), torch.uint8, what)
+        if tiers.is_far or tiers.placement.kv_bits == 4:
+            landing = tiers.tensor(HOST, (landed,), torch.uint8, what)
         for cache in caches:
-            cache.buffers.append(buffer)
+            cache.buffers.append(Buffer(landing, staging))
     return caches

@@ -71,10 +71,14 @@ class Both:
     def compare(self, rows: int, step: DecodeContext | EncodeContext, pieces: list[Piece]) -> None:
         """The step's attention over both caches, the pieces in one order or the other."""
         assert [row for piece in pieces for row in range(rows)[piece.rows]] == [*range(rows)]
-        joints = torch.randn(LAYERS, rows, (HEADS + 2 * KV_HEADS) * DIM,
-                             generator=self.generator).to(self.dtype)
-        found, order = torch.zeros(LAYERS, rows, HEADS * DIM, dtype=self.dtype), [
-            *product(range(LAYERS), pieces)]
+        joints = torch.randn(LAYERS, rows, HEADS + 2 * KV_HEADS, DIM, generator=self.generator)
+        if self.tiers.placement.kv_bits == 4:  # such as are packed exactly
+            entries = joints[:, :, HEADS:]
+            entries[:] = torch.randint(16, entries.shape, generator=self.generator) / 8
+            entries[..., 0], entries[..., 1] = 0, 15 / 8
+        joints = joints.flatten(2).to(self.dtype)
+        found = torch.zeros(LAYERS, rows, HEADS * DIM, dtype=self.dtype)
+        order = [*product(range(LAYERS), pieces)]
         if self.tiers.placement.order == "row":
             order.sort(key=lambda own: own[1].rows.start)
         ahead = 0  # pieces that were begun
@@ -114,22 +118,24 @@ def drawn(both: Both, steps: int) -> None:
                     both.decode()
 
 
-@examples(30)
+@examples(80)
 @given(kv=st.sampled_from(SHARES), order=st.sampled_from(["zigzag", "row"]), overlap=st.booleans(),
-       host_attention=st.booleans(), dtype=st.sampled_from([*TOLERANCE]),
+       below=st.sampled_from([{}, {"host_attention": True}, {"kv_bits": 4}]),
+       dtype=st.sampled_from([*TOLERANCE]),
        scoring=st.sampled_from([PLAIN, PLAIN, Scoring(window=20), Scoring(cap=1.5)]),
        seed=st.integers(0, 2**31))
 def test_attention_over_tiers_is_that_over_memory(
         tmp_path_factory: pytest.TempPathFactory, kv: tuple[float, float, float], order: str,
-        overlap: bool, host_attention: bool, dtype: torch.dtype, scoring: Scoring,
+        overlap: bool, below: dict[str, object], dtype: torch.dtype, scoring: Scoring,
         seed: int) -> None:
     folder = tmp_path_factory.mktemp("kv")
-    tiers = tiers_of(placement_of(kv, order=order, overlap=overlap,
-                                  host_attention=host_attention), folder)
+    tiers = tiers_of(placement_of(kv, order=order, overlap=overlap, **below), folder)
     both = Both(tiers, dtype, scoring, seed)
     try:
         drawn(both, 12)
         assert not [*folder.iterdir()]  # the file has no name
+        tiers.mover.flush()
+        both.placed.close()
+        assert [arena.held for arena in tiers.arenas] == [0, 0, 0]
     finally:
         tiers.mover.close()
-        both.placed.close()
