@@ -231,6 +231,7 @@ def placed_caches(count: int, shape: KvShape, tiers: Tiers) -> list[PlacedCache]
         landing = staging = tiers.tensor(DEVICE, (near,), torch.uint8, what)
         if tiers.is_far or tiers.placement.kv_bits == 4:
             landing = tiers.tensor(HOST, (landed,), torch.uint8, what)
+        buffer = Buffer(landing, staging)
         for cache in caches:
-            cache.buffers.append(Buffer(landing, staging))
+            cache.buffers.append(buffer)
     return caches

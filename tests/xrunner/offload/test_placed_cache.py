@@ -2,6 +2,8 @@
 decodes and goes, wherever the entries lie."""
 
 import random
+import time
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -12,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xgpt.core.placement import Placement
+from xgpt.core.errors import XgptError
+from xgpt.core.placement import TIERS, Placement, kv_block_tokens, sectors
 from xrunner.engine.kv import KvCache, KvShape
 from xrunner.offload.arena import Arena
 from xrunner.offload.kv_parts import Tiers
-from xrunner.offload.mover import Mover
-from xrunner.offload.placed_cache import Piece, placed_caches
+from xrunner.offload.mover import Mover, Ticket
+from xrunner.offload.placed_cache import Piece, PlacedCache, placed_caches
 from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, decode_context, encode_context
 from xrunner.ops.rows import rotate_and_store
@@ -35,18 +38,30 @@ def placement_of(kv: tuple[float, float, float], **settings: object) -> Placemen
                      **{"device_batch": 3, **settings})  # type: ignore[arg-type]
 
 
+class Slow(Mover):
+    """Copies of which a `share` comes late."""
+
+    share = 0.1
+
+    def submit(self, term: str, num_bytes: int, call: Callable[[], object],
+               after: Sequence[Ticket] = ()) -> Ticket:
+        late_s = 0.005 if random.random() < self.share else 0.0
+        return super().submit(term, num_bytes, lambda: (time.sleep(late_s), call()), after)
+
+
 def tiers_of(placement: Placement, folder: Path) -> Tiers:
     return Tiers(placement, CPU, (Arena("device"), Arena("host"), Arena("disk")),
-                 Mover(overlap=placement.overlap), folder)
+                 Slow(overlap=placement.overlap), folder)
 
 
 class Both:
     """A cache in rows in memory and one by tiers, which get the same steps."""
 
-    def __init__(self, tiers: Tiers, dtype: torch.dtype, scoring: Scoring, seed: int) -> None:
+    def __init__(self, tiers: Tiers, dtype: torch.dtype, scoring: Scoring, seed: int,
+                 placed: PlacedCache | None = None) -> None:
         shape = KvShape(LAYERS, SLOTS, KV_HEADS, CAPACITY, DIM, dtype)
         self.tiers, self.dtype, self.scoring = tiers, dtype, scoring
-        self.plain, (self.placed,) = KvCache(shape), placed_caches(1, shape, tiers)
+        self.plain, self.placed = KvCache(shape), placed or placed_caches(1, shape, tiers)[0]
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def encode(self, lengths: list[int]) -> None:
@@ -139,3 +154,68 @@ def test_attention_over_tiers_is_that_over_memory(
         assert [arena.held for arena in tiers.arenas] == [0, 0, 0]
     finally:
         tiers.mover.close()
+
+
+@pytest.mark.parametrize(("kv", "below"), [
+    ((0.0, 1.0, 0.0), {"host_attention": True}), ((0.0, 1.0, 0.0), {}), ((0.0, 0.0, 1.0), {})])
+def test_a_step_reads_what_the_last_one_still_writes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: tuple[float, float, float],
+        below: dict[str, object]) -> None:
+    monkeypatch.setattr(Slow, "share", 1.0)
+    tiers = tiers_of(placement_of(kv, **below), tmp_path)
+    shape = KvShape(LAYERS, SLOTS, KV_HEADS, CAPACITY, DIM, torch.float32)
+    groups = [Both(tiers, torch.float32, PLAIN, 0, one) for one in placed_caches(2, shape, tiers)]
+    for both in groups:
+        both.encode([40, 3])
+    for both in groups:
+        both.decode()
+        both.encode([30])
+        both.free([0])
+    for both in groups:
+        both.decode()
+    tiers.mover.close()
+
+
+def test_arenas_hold_what_is_planned(tmp_path: Path) -> None:
+    """Bytes by tier of two groups: rows, blocks of a file and last blocks, and two buffers. One
+    byte less is refused in words."""
+    placement = placement_of((0.4, 0.3, 0.3))  # of 11 slots 4, 4 and 3
+    shape = KvShape(LAYERS, SLOTS, KV_HEADS, CAPACITY, DIM, torch.float32)
+    token, block = 2 * KV_HEADS * DIM * 4, kv_block_tokens(KV_HEADS, DIM, 4)
+    row, blocks = CAPACITY * token, -(-CAPACITY // block) * block * token
+    assert (block, blocks) == (32, 5 * 32 * token)
+    planned = (2 * sectors(LAYERS * 4 * row) + 2 * sectors(3 * max(row, blocks)),
+               2 * sectors(LAYERS * 4 * row) + 2 * sectors(LAYERS * 3 * block * token),
+               2 * sectors(LAYERS * 3 * blocks))
+    tiers = tiers_of(placement, tmp_path)
+    caches = placed_caches(2, shape, tiers)
+    assert tuple(arena.peak for arena in tiers.arenas) == planned
+    assert sum(cache.num_bytes for cache in caches) == 2 * LAYERS * (8 * row + 3 * blocks)
+    for cache in caches:
+        cache.close()
+    assert [arena.held for arena in tiers.arenas] == [0, 0, 0]
+    for tier, name in enumerate(TIERS):
+        arenas = [Arena(own, planned[place] - (place == tier)) for place, own in enumerate(TIERS)]
+        with pytest.raises(XgptError, match=f"bytes.* of the tier {name}"):
+            placed_caches(2, shape, tiers._replace(arenas=tuple(arenas)))
+
+
+def test_bytes_on_their_way(tmp_path: Path) -> None:
+    """Of a file whole blocks alone are read and written; a request that moves within it moves no
+    bytes."""
+    tiers = tiers_of(placement_of((0.0, 0.0, 1.0)), tmp_path)
+    both, moved = Both(tiers, torch.float32, PLAIN, 0), tiers.mover.num_bytes
+    token, block = 2 * KV_HEADS * DIM * 4, kv_block_tokens(KV_HEADS, DIM, 4)
+    both.encode([3 * block, 2 * block - 1, block - 2])
+    tiers.mover.flush()
+    assert moved == {"read": 0, "write": LAYERS * 4 * block * token, "up": 0, "down": 0}
+    both.decode()  # the second request's block becomes whole
+    tiers.mover.flush()
+    assert (moved["read"], moved["write"]) == (LAYERS * 4 * block * token,
+                                               LAYERS * 5 * block * token)
+    both.free([0])
+    both.decode()
+    tiers.mover.flush()
+    assert (moved["read"], moved["write"]) == (LAYERS * 6 * block * token,
+                                               LAYERS * 6 * block * token)
+    tiers.mover.close()
