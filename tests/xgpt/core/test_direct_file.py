@@ -17,6 +17,13 @@ from xgpt.core.system import direct_file
 from xgpt.core.system.direct_file import DirectFile, file_system, why_no_disk
 
 
+@pytest.fixture
+def folder(tmp_path):
+    if direct_file.MEMORY_SYSTEMS.fullmatch(file_system(tmp_path)):
+        pytest.skip("temporary files lie in memory here")
+    return tmp_path
+
+
 def memory(num_bytes: int, value: int = 0) -> memoryview:
     view = memoryview(mmap.mmap(-1, num_bytes))
     view[:] = bytes([value]) * num_bytes
@@ -42,13 +49,13 @@ def test_what_was_written_is_read_in_requests_of_any_size(tmp_path):
     file.close()
 
 
-def test_a_file_past_the_page_cache_leaves_no_page_there(tmp_path):
+def test_a_file_past_the_page_cache_leaves_no_page_there(folder):
     """`mincore` of a mapping says which of its pages are in memory."""
-    file = DirectFile(tmp_path / "entries", 2**20)
+    file = DirectFile(folder / "entries", 2**20)
     file.write(0, memory(2**20, 1))
     file.read(0, memory(2**20))
     assert file.way == "past the page cache (O_DIRECT)"
-    assert cached_pages(tmp_path / "entries") == 0
+    assert cached_pages(folder / "entries") == 0
     file.close()
 
 
@@ -64,7 +71,7 @@ def cached_pages(path: Path) -> int:
         return sum(page & 1 for page in found)
 
 
-def test_a_refusal_of_direct_requests_is_said_and_the_pages_are_dropped(tmp_path, monkeypatch):
+def test_a_refusal_of_direct_requests_is_said_and_the_pages_are_dropped(folder, monkeypatch):
     allowed = fcntl.fcntl
 
     def refuse(file, command, value=0):
@@ -73,18 +80,18 @@ def test_a_refusal_of_direct_requests_is_said_and_the_pages_are_dropped(tmp_path
         return allowed(file, command, value)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    file, back = DirectFile(tmp_path / "entries", 2**20), memory(2**20)
+    file, back = DirectFile(folder / "entries", 2**20), memory(2**20)
     file.write(0, memory(2**20, 3))
     file.read(0, back)
     assert set(back) == {3}
     assert file.way.startswith("through the page cache, dropped after each request")
-    assert cached_pages(tmp_path / "entries") < 32  # the last ones read ahead at most
+    assert cached_pages(folder / "entries") < 32  # the last ones read ahead at most
     file.close()
 
 
-def test_memory_that_is_not_aligned_is_read_through_the_page_cache(tmp_path):
+def test_memory_that_is_not_aligned_is_read_through_the_page_cache(folder):
     """As on a file system that opens a file for direct requests, and then refuses these."""
-    file, whole = DirectFile(tmp_path / "entries", 2 * SECTOR), memory(2 * SECTOR)
+    file, whole = DirectFile(folder / "entries", 2 * SECTOR), memory(2 * SECTOR)
     file.write(0, memory(2 * SECTOR, 9))
     file.read(0, whole[1:SECTOR + 1])
     assert set(whole[1:SECTOR + 1]) == {9} and whole[0] == 0
@@ -134,17 +141,15 @@ def test_errors_name_the_file_and_the_bytes(tmp_path):
         DirectFile(tmp_path / "huge", huge)
 
 
-def test_a_folder_in_memory_or_without_room_is_refused(tmp_path, monkeypatch):
-    if file_system(tmp_path) in ("tmpfs", "ramfs"):
-        pytest.skip("temporary files lie in memory here")
-    assert why_no_disk(tmp_path / "new", 2**20) is None
+def test_a_folder_in_memory_or_without_room_is_refused(folder, monkeypatch):
+    assert why_no_disk(folder / "new", 2**20) is None
     needed = 2**60
     assert re.fullmatch(rf"a folder with room for .* \({needed:,} bytes\): .* bytes\) are free",
-                        why_no_disk(tmp_path, needed))
-    (tmp_path / "file").write_bytes(b"")
-    assert "a folder that can be written to" in why_no_disk(tmp_path / "file", 0)
-    device = os.stat(tmp_path).st_dev
-    mounts = tmp_path / "mounts"
+                        why_no_disk(folder, needed))
+    (folder / "file").write_bytes(b"")
+    assert "a folder that can be written to" in why_no_disk(folder / "file", 0)
+    device = os.stat(folder).st_dev
+    mounts = folder / "mounts"
     mounts.write_text(f"21 1 {os.major(device)}:{os.minor(device)} / / rw - tmpfs none rw\n")
     monkeypatch.setattr(direct_file, "MOUNTS", mounts)
-    assert why_no_disk(tmp_path, 0) == "a folder on a disk: this one lies in memory (tmpfs)"
+    assert why_no_disk(folder, 0) == "a folder on a disk: this one lies in memory (tmpfs)"
