@@ -322,7 +322,7 @@ def job_with_times(opened: OpenedJob,
     """The job on one layout, and its step times: the layout of the estimate `given`, else of the
     job's plan, or of fewest ranks where it has no plan."""
     if given is not None:
-        opened = with_ranks(opened, given.num_devices)
+        opened = with_ranks(with_measured_tiers(opened, given), given.num_devices)
         return opened, timing_of(opened)
     if len(by_layout(opened)) == 1:
         (opened,) = by_layout(opened).values()
@@ -349,6 +349,7 @@ def executable(opened: OpenedJob, schedule: Schedule | None = None) -> OpenedJob
 def plan_from(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
     """The plan that runs `schedule`, read from the file `source`, on the job. Raises InputError for
     a schedule of another job, or one that the engine does not execute."""
+    opened = with_measured_tiers(opened, schedule.estimate)
     opened = with_ranks(opened, schedule.estimate.num_devices)
     if schedule.fingerprint != opened.problem.fingerprint:
         raise wrong(source, "fingerprint", schedule.fingerprint,

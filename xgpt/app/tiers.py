@@ -47,14 +47,15 @@ def lack_memory(planned: Iterable[object]) -> bool:
     return all(isinstance(one, LacksMemoryError) for one in planned)
 
 
-def with_measured_tiers(opened: OpenedJob) -> OpenedJob:
+def with_measured_tiers(opened: OpenedJob, given: Estimate | None = None) -> OpenedJob:
     """The job with this machine's tiers that it does not give, measured in its folder for
-    offloading in about a second. CPU ranks have the disk alone. Raises InputError for a folder that
-    cannot be used."""
+    offloading in about a second. CPU ranks have the disk alone. `given`: only if this estimate has
+    a placement. Raises InputError for a folder that cannot be used."""
     job, cluster = opened.job, opened.problem.cluster
-    given, is_gpu = {tier.name for tier in job.tiers}, cluster.device.kind == "gpu"
-    lacking = {"disk", *(["host"] if is_gpu else [])} - given
-    if not opened.is_local or opened.problem.offload == "off" or not lacking:
+    is_gpu = cluster.device.kind == "gpu"
+    lacking = {"disk", *(["host"] if is_gpu else [])} - {tier.name for tier in job.tiers}
+    is_placed = given is None or any(pool.placement for pool in given.all_pools)
+    if not (opened.is_local and opened.problem.offload == "auto" and lacking and is_placed):
         return opened
     folder = job.offload_folder
     is_new = not folder.exists()

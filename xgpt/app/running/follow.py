@@ -176,12 +176,12 @@ def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
 
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
-    """Makes the rescheduler of a run; None where the job wants none, or there is nothing to observe
-    or to change."""
+    """Makes the rescheduler of a run; None where the job wants none, there is nothing to observe
+    or to change, or bytes lie below the devices."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     thresholds = _thresholds(opened, estimate.policy)
-    if thresholds == _Thresholds():
-        return None
+    if thresholds == _Thresholds() or estimate.deployment.decoding.placement is not None:
+        return None  # a placement's budgets are those of its block
     longest = problem.lengths.inputs.max + problem.lengths.outputs.max
     if (known := problem.queries) is not None:  # longer ones become error records
         held = known.reserves[known.reserves <= estimate.longest_query]

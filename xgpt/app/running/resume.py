@@ -13,6 +13,7 @@ from xgpt.app.running.finished import refuse_no_answer
 from xgpt.app.running.metrics import write_metrics
 from xgpt.app.running.prepare import continued_plan, plan_for_ranks, requests_of
 from xgpt.app.schedule import Plan, plan_from, with_ranks
+from xgpt.app.tiers import with_measured_tiers
 from xgpt.core.errors import InputError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
@@ -153,7 +154,8 @@ def _schedule_of(opened: OpenedJob) -> tuple[OpenedJob, Schedule] | None:
     if (schedule := saved_schedule(opened.job.output)) is None:
         return None
     try:
-        own = with_ranks(opened, schedule.estimate.num_devices)
+        own = with_measured_tiers(opened, schedule.estimate)
+        own = with_ranks(own, schedule.estimate.num_devices)
     except InputError:
         return None
     return (in_order_of(own, schedule), schedule) if (
