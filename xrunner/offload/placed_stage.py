@@ -128,7 +128,12 @@ class PlacedStage(StageModel):
                  is_again: bool) -> Tensor:
         """Takes all pieces through each layer before the next. `is_again`: other pieces go through
         the layers after these."""
-        hosted = self._hosted(pieces)
+        hosted, row_bytes = self._hosted(pieces), self.spec.hidden_size * self.work_dtype.itemsize
+        held = [0, 0]  # bytes of hidden states on the device and on the host
+        for place, piece in enumerate(pieces):
+            held[place in hosted] += len(inputs[piece.rows]) * row_bytes
+        for arena, num_bytes in zip(self.tiers.arenas, held, strict=False):
+            arena.take(num_bytes, "hidden states")
         passes = [[self._kept(one, place in hosted) for one in self._passes(
             inputs[piece.rows], piece)] for place, piece in enumerate(pieces)]
         cache.ahead(0, pieces[0])
@@ -152,6 +157,8 @@ class PlacedStage(StageModel):
                 cache.put(index, piece)
             if is_mixture:
                 layer.mix([one.hidden for own in passes for one in own])
+        for arena, num_bytes in zip(self.tiers.arenas, held, strict=False):
+            arena.give_back(num_bytes)
         return torch.cat([one.output() for own in passes for one in own])
 
     def _passes(self, inputs: Tensor, piece: Piece) -> list[Pass]:

@@ -178,7 +178,9 @@ def _report(executor: StageExecutor, weights: Weights, replica: Replica, pool: P
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
                       kv_bytes=kv_bytes, kv_peak_bytes=kv_peak_bytes,
                       handover_bytes=handed_bytes, handover_s=handover_s,
-                      operators=operators_in_words(executor.model.device, executor.graphs_said))
+                      operators=operators_in_words(executor.model.device, executor.graphs_said),
+                      offload=weights.model.report(executor.records.busy_s)
+                      if isinstance(weights.model, PlacedStage) else None)
 
 
 def operators_in_words(device: torch.device, graphs: str | None = None) -> str:
