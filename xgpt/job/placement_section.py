@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, Device, Link, Tier
+from xgpt.core.cluster import Cluster, Link, Tier
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import Mistake
 from xgpt.core.model import ModelSpec
 from xgpt.core.placement import DISK, TIERS, AskedPlacement, Shares
+from xgpt.core.system.machine import gpus_here
 from xgpt.core.units import EIGHT_BITS, parse_bytes, parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.typed import CONFIG, Flag, Of, Reading, amount, choice, is_one_of, that, whole
@@ -141,45 +142,37 @@ def may_offload(job: Job, model: ModelSpec) -> bool:
             and not model.is_encoder_decoder)
 
 
-def wrong_placement(job: Job, model: ModelSpec, device: Device) -> Iterator[Mistake]:
-    """Yields what the job asks of memory below the devices that the model or this machine has
-    not."""
-    wrongs = list[tuple[str, str]]()
-    if job.cluster == LOCAL_CLUSTER:
-        given = {tier.name for tier in job.tiers}
-        wrongs += _without_tier(job, ["host"] * (device.kind == "gpu" or "host" in given)
-                                + ["disk"])
+def wrong_placement(job: Job, model: ModelSpec) -> Iterator[Mistake]:
+    """Yields a placement of a model that has none."""
     if job.schedule.placement is not None and model.is_encoder_decoder:
-        wrongs.append(("schedule.placement", f"left out for {model.name}, an encoder-decoder "
-                       "model"))
-    for key, allowed in wrongs:
-        yield Mistake(file=str(job.source), line=None, key=key, value=None, allowed=allowed)
+        yield Mistake(file=str(job.source), line=None, key="schedule.placement", value=None,
+                      allowed=f"left out for {model.name}, an encoder-decoder model")
 
 
-def _without_tier(job: Job, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is allowed) for each key that needs another tier than those of `names`."""
-    asked, limits = job.schedule.placement, (job.constraint.host_bytes, job.constraint.disk_bytes)
-    has = f"a node has {' and '.join(names) or 'none'}; give `tiers`"
-    for index, (name, key, limit) in enumerate(zip(TIERS[1:], ("host_memory", "disk"), limits,
-                                                   strict=True), start=1):
-        if name in names:
-            continue
-        if limit is not None:
-            yield f"constraint.{key}", f"of a cluster with the tier {name}: {has}"
-        for pool in ("weights", "kv", "hidden") if asked is not None else ():
-            if (shares := getattr(asked, pool)) is not None and shares[index]:
-                yield (f"schedule.placement.{pool}",
-                       f"0 for {name}, a tier that is not there: {has}")
+def _tier_names(job: Job) -> list[str]:
+    """Tiers of a node of the job's cluster; this machine's rates are not measured yet."""
+    if job.cluster == LOCAL_CLUSTER:
+        has_host = bool(gpus_here()) or any(tier.name == "host" for tier in job.tiers)
+        return ["host"] * has_host + ["disk"]
+    own = job.cluster if isinstance(job.cluster, Cluster) else catalog.cluster(job.cluster)
+    return [tier.name for tier in with_tiers(own, job).tiers]
 
 
 def check_placed(job: Job, reading: Reading) -> None:
     """Records what contradicts a placement, or memory below the devices, in the rest of the file.
     """
     asked, run, is_own = job.schedule.placement, job.run, job.run.engine == OWN_ENGINE
-    if job.cluster not in (LOCAL_CLUSTER, ""):  # this machine's are measured: xgpt.job.resolve
-        own = job.cluster if isinstance(job.cluster, Cluster) else catalog.cluster(job.cluster)
-        for key, allowed in _without_tier(job, [tier.name for tier in with_tiers(own, job).tiers]):
-            reading.reject(key, allowed)
+    limits = job.constraint.host_bytes, job.constraint.disk_bytes
+    names = _tier_names(job) if job.cluster and (asked or any(limits)) else list(TIERS)
+    has = f"a node has {' and '.join(names) or 'none'}; give `tiers`"
+    for index, (name, key, limit) in enumerate(zip(TIERS[1:], ("host_memory", "disk"), limits,
+                                                   strict=True), start=1):
+        if limit is not None and name not in names:
+            reading.reject(f"constraint.{key}", f"of a cluster with the tier {name}: {has}")
+        for pool in ("weights", "kv", "hidden") if asked and name not in names else ():
+            if (shares := getattr(asked, pool)) is not None and shares[index]:
+                reading.reject(f"schedule.placement.{pool}",
+                               f"0 for {name}, a tier that is not there: {has}")
     why = "xgpt's own runner alone works with memory below the devices"
     if not is_own and run.offload not in ("auto", "off"):
         reading.reject("run.offload", f"auto or off with run.engine {run.engine}: {why}")

@@ -62,7 +62,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
                     "replica needs one")
     if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
-    refuse([*_wrong_forecast(job, shape, requests), *wrong_placement(job, shape, cluster.device)])
+    refuse([*_wrong_forecast(job, shape, requests), *wrong_placement(job, shape)])
     lengths = resolve_lengths(job, shape, requests)
     constraint, deadlines_s = with_deadlines(job, requests, start or datetime.now())
     # for a request without a cap of its own: the job's, else the longest planned for

@@ -71,7 +71,7 @@ def test_this_machine_s_cores_have_a_disk_and_no_host_unless_it_is_given(tmp_pat
     with pytest.raises(InputError, match=r"schedule.placement.kv: 0 for host, .* a node has disk"):
         asked("[0.5, 0.5, 0]")
     assert asked("[0.5, 0.5, 0]", tiers=TIERS).kv == (0.5, 0.5, 0)
-    with pytest.raises(InputError, match="constraint.host_memory: of a cluster with the tier host"):
+    with pytest.raises(InputError, match="constraint.host_memory = .*: of a cluster with"):
         asked("[1, 0, 0]", constraint="{host_memory: 1 GiB}")
 
 
