@@ -118,6 +118,16 @@ int xgpt_quantise_rows(int dtype, uint8_t *codes, float *scales, const void *row
 int xgpt_rescale_rows(float *sums, const float *scales, const float *bias, int64_t tokens,
                       int64_t size, int threads);
 
+/* Packs rows [T, K] in 4 bits an element: codes [T, G, 32] of G = ceil(K / 64) groups, element i of
+ * a group in the low half of byte i, element 32 + i in the high half; scales [T, G] and minima [T,
+ * G] of 16 bits. Codes are 0 to top_code <= 15. The form: xrunner/ops/four_bits.py. */
+int xgpt_pack_four_bits(int dtype, uint8_t *packed, const void *rows, int64_t tokens, int64_t size,
+                        int top_code, int threads);
+
+/* rows [T, K] of what xgpt_pack_four_bits packed, of any type. */
+int xgpt_unpack_four_bits(int dtype, void *rows, const uint8_t *packed, int64_t tokens,
+                          int64_t size, int threads);
+
 /* Whether xgpt_pairs_product is faster here than a library's: 1 on processors with dot products
  * of bfloat16 pairs, except Intel's; else 0. */
 int xgpt_has_pairs(void);

@@ -2,8 +2,6 @@
 namespace xgpt {
 namespace XGPT_ISA {
 
-typedef uint8_t bytes __attribute__((vector_size(XGPT_W)));
-
 template <typename E>
 static void quantise_rows(const Quantise &a, int64_t from, int64_t to) {
     const int64_t size = a.size;
@@ -26,14 +24,7 @@ static void quantise_rows(const Quantise &a, int64_t from, int64_t to) {
             v = is_finite ? v * inverse : vec{};
             const vec shifted = v + 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers
             const ivec code = reinterpret_cast<ivec>(shifted) - 0x4b400000 + 128;
-#if XGPT_W == 16
-            const __m128i low = _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(code));
-            bytes out;
-            memcpy(&out, &low, sizeof out);
-#else
-            const bytes out = __builtin_convertvector(code, bytes);
-#endif
-            memcpy(codes + x, &out, count < W ? count : W);
+            store_bytes(codes + x, code, count);
         }
     }
 }

@@ -78,6 +78,29 @@ static inline void store(E *p, vec v, int64_t count) {
     memcpy(p, some, count * sizeof(E));
 }
 
+/* W bytes as whole numbers of 32 bits; and the low bytes of such numbers. */
+typedef uint8_t bytes __attribute__((vector_size(XGPT_W)));
+static inline ivec load_bytes(const uint8_t *p) {
+    bytes v;
+    memcpy(&v, p, sizeof v);
+#if XGPT_W == 16
+    return reinterpret_cast<ivec>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(v)));
+#elif XGPT_W == 8
+    return reinterpret_cast<ivec>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(
+        reinterpret_cast<const __m128i *>(p))));
+#else
+    return __builtin_convertvector(v, ivec);
+#endif
+}
+static inline void store_bytes(uint8_t *p, ivec v, int64_t count = W) {
+#if XGPT_W == 16
+    const __m128i low = _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(v));
+#else
+    const bytes low = __builtin_convertvector(v, bytes);
+#endif
+    memcpy(p, &low, count < W ? count : W);
+}
+
 static inline vec larger(vec a, vec b) {  // b if either is NaN
 #if XGPT_W == 16
     return reinterpret_cast<vec>(_mm512_max_ps(reinterpret_cast<__m512>(a),
