@@ -1,5 +1,5 @@
-"""Stages whose bytes lie on a GPU, its host and a disk: tokens equal those of the model in the GPU's
-memory.
+"""Stages whose bytes lie on a GPU, its host and a disk: tokens equal those of the model in the
+GPU's memory.
 
 None of this runs without a CUDA device, or with a PyTorch that has no CUDA."""
 

@@ -172,7 +172,10 @@ class PlacedStage(StageModel):
                 for rows, own in piece.encoded.pieces(PIECE_TOKENS)]
 
     def _hosted(self, pieces: Sequence[Piece]) -> set[int]:
-        """Numbers of the pieces whose hidden states lie on the host between layers."""
+        """Numbers of the pieces whose hidden states lie on the host between layers: of a mixture of
+        experts none, since each expert takes rows of all pieces."""
+        if self.spec.decoder.experts is not None:
+            return set()
         first, count = pieces[0].slots.start, sum(len(piece.slots) for piece in pieces)
         on_device = len(queries_by_tier(count, self.tiers.placement.hidden)[DEVICE])
         return {place for place, piece in enumerate(pieces)
