@@ -91,6 +91,17 @@ class Program:
         """Requests/s at these shares."""
         return self.requests / self.period_s(shares)
 
+    def most_qps(self) -> float:
+        """Upper bound on the throughput: without rows of memory. Where no share off the device
+        makes a term shorter, all on the device is best."""
+        parts = [part.by_share for step in self.steps for part in step.parts]
+        is_free = all(tuple(bound) in ((0.0, 1.0), (0.0, 0.0)) for bound in self.bounds)
+        if is_free and all((own[:, [0, 0, 3, 3, 6, 6]] <= own[:, [1, 2, 4, 5, 7, 8]]).all()
+                           for own in parts):
+            return self.qps(np.eye(SHARES)[[0, 3, 6]].sum(axis=0))
+        solution = self.solve(has_memory=False)
+        return math.inf if solution is None else solution.qps
+
     def solve(self, *, has_memory: bool = True) -> Solution | None:
         """The shares of the highest throughput; None if none keep the limits. has_memory: with the
         rows of memory; without them the throughput is an upper bound."""
@@ -138,41 +149,42 @@ class Program:
 
 
 class Choice(NamedTuple):
-    """A block of `batches` device batches of `device_batch` requests, its program and solution."""
+    """A block of `requests`, worked in device batches of `device_batch`; its program, solved."""
 
     device_batch: int
-    batches: int
+    requests: int
     program: Program
     solution: Solution
 
 
-def best_blocks(programs: Mapping[int, Mapping[int, Callable[[], Program]]],
-                most: int = 1) -> list[Choice]:
-    """The `most` blocks of highest throughput, the best first. programs: {device batch: {number of
-    device batches: its program}}. None of the others is better: a block is left out only where a
+def best_blocks(programs: Mapping[int, Mapping[int, Callable[[], Program]]], most: int = 1,
+                ) -> list[Choice]:
+    """The `most` blocks of highest throughput, the best first. programs: {device batch: {requests
+    of a block: its program}}. None of the others is better: a block is left out only where a
     smaller one finds no room or no time, or where its program without rows of memory is worse."""
     known, hopes = dict[tuple[int, int], Program](), list[tuple[float, int, int]]()
     solved = dict[tuple[int, int], Solution | None]()
 
+    def program_of(key: tuple[int, int]) -> Program:
+        if key not in known:
+            known[key] = programs[key[0]][key[1]]()
+        return known[key]
+
     def solve(key: tuple[int, int]) -> Solution | None:
         if key not in solved:
-            known.setdefault(key, programs[key[0]][key[1]]())
-            solved[key] = known[key].solve()
+            solved[key] = program_of(key).solve()
         return solved[key]
 
     for batch, own in programs.items():
-        counts = sorted(own)
-        # what a block takes of each memory, and its seconds, rise with its device batches
-        fitting = bisect_left(counts, True, key=lambda count: solve((batch, count)) is None)
-        for count in counts[:fitting]:
-            program = known.setdefault((batch, count), own[count]())
-            bound = program.solve(has_memory=False)
-            hopes.append((math.inf if bound is None else bound.qps, batch, count))
+        sizes = sorted(own)
+        # what a block takes of each memory, and its seconds, rise with its requests
+        fitting = bisect_left(sizes, True, key=lambda size: solve((batch, size)) is None)
+        hopes += [(program_of((batch, size)).most_qps(), batch, size) for size in sizes[:fitting]]
     found = list[Choice]()
-    for hope_qps, batch, count in sorted(hopes, reverse=True):
+    for hope_qps, batch, size in sorted(hopes, reverse=True):
         if len(found) >= most and hope_qps < found[most - 1].solution.qps:
             break
-        if (solution := solve((batch, count))) is not None:
-            found.append(Choice(batch, count, known[batch, count], solution))
+        if (solution := solve((batch, size))) is not None:
+            found.append(Choice(batch, size, known[batch, size], solution))
             found.sort(key=lambda choice: -choice.solution.qps)
     return found[:most]

@@ -90,8 +90,9 @@ def program(model, batch, count, capacities=CAPACITIES, limit_s=math.inf):
 
 
 def best(model, **given):
-    choice, *_ = best_blocks({batch: {count: partial(program, model, batch, count, **given)
-                                      for count in range(1, MOST + 1)} for batch in DEVICE_BATCHES})
+    choice, *_ = best_blocks({
+        batch: {batch * count: partial(program, model, batch, count, **given)
+                for count in range(1, MOST + 1)} for batch in DEVICE_BATCHES})
     return choice
 
 
@@ -102,11 +103,19 @@ def best(model, **given):
 def test_the_best_block_by_the_published_formulas(model, given, tokens_per_s, block):
     choice = best(model, **given)
     assert choice.solution.qps * N == pytest.approx(tokens_per_s, abs=5e-4)
-    assert block in (None, (choice.device_batch, choice.batches))
+    assert block in (None, (choice.device_batch, choice.requests // choice.device_batch))
     own, shares = choice.program, choice.solution.shares
     assert own.qps(shares) == pytest.approx(choice.solution.qps)
     assert own.memory.beyond(shares).max() <= 1e-6 * own.memory.capacity.max()
     assert own.period_s(shares, is_watched=True) <= own.limit_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_block_that_was_left_out_is_better(model):
+    solved = [program(model, batch, count).solve() for batch in DEVICE_BATCHES
+              for count in range(1, MOST + 1)]
+    most_qps = max(one.qps for one in solved if one is not None)
+    assert best(model).solution.qps == pytest.approx(most_qps, rel=1e-9)
 
 
 def test_no_point_of_a_grid_over_the_shares_beats_the_program():
