@@ -158,10 +158,11 @@ class Choice(NamedTuple):
 
 
 def best_blocks(programs: Mapping[int, Mapping[int, Callable[[], Program]]], most: int = 1,
-                ) -> list[Choice]:
-    """The `most` blocks of highest throughput, the best first. programs: {device batch: {requests
-    of a block: its program}}. None of the others is better: a block is left out only where a
-    smaller one finds no room or no time, or where its program without rows of memory is worse."""
+                least_qps: float = 0.0) -> list[Choice]:
+    """The `most` blocks of highest throughput, above `least_qps`, the best first. programs: {device
+    batch: {requests of a block: its program}}. None of the others is better: a block is left out
+    only where a smaller one finds no room or no time, or where its program without rows of memory
+    is worse."""
     known, hopes = dict[tuple[int, int], Program](), list[tuple[float, int, int]]()
     solved = dict[tuple[int, int], Solution | None]()
 
@@ -182,7 +183,7 @@ def best_blocks(programs: Mapping[int, Mapping[int, Callable[[], Program]]], mos
         hopes += [(program_of((batch, size)).most_qps(), batch, size) for size in sizes[:fitting]]
     found = list[Choice]()
     for hope_qps, batch, size in sorted(hopes, reverse=True):
-        if len(found) >= most and hope_qps < found[most - 1].solution.qps:
+        if hope_qps < max(least_qps, found[most - 1].solution.qps if len(found) >= most else 0.0):
             break
         if (solution := solve((batch, size))) is not None:
             found.append(Choice(batch, size, known[batch, size], solution))

@@ -32,6 +32,7 @@ from xscheduler.fallback import initial_or_raise
 from xscheduler.makespan import best_for_job
 from xscheduler.margin import Margins
 from xscheduler.ordering import in_chosen_order, with_order
+from xscheduler.placing import Placing, is_placed
 from xscheduler.progress import Watch
 from xscheduler.prospects import with_prospects
 from xscheduler.replicas import idle_note
@@ -112,9 +113,13 @@ class Planner:
         """The schedule within a latency limit, by default the problem's. Raises InfeasibleError."""
         problem = _with_limit(self.problem, latency_bound_s)
         with self._watched():
-            schedule = with_room(plan_with_enough(
-                problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
-                problem)
+            if self._is_placed:
+                schedule = Placing(problem, self.timing, tell=self._tell,
+                                   has_margin=self.options.has_margin).best()
+            else:
+                schedule = with_room(plan_with_enough(
+                    problem, lambda enough: self._like(enough)._for_its_horizon(enough),
+                    self._tell), problem)
             is_job = self.options.horizon == "job" and not self.options.untimed
             has_margin = self.options.has_margin and not self.options.untimed
             longer = Margins(problem, self._evaluator).margin(
@@ -193,6 +198,11 @@ class Planner:
                 plan_untimed(problem, self.timing, self.options.untimed) if self.options.untimed
                 else self._own.best(bound_s, has_margin=self.options.has_margin))
         return self._known[bound_s]
+
+    @cached_property
+    def _is_placed(self) -> bool:
+        """Whether bytes of the model must lie below its devices, or the job says where they lie."""
+        return is_placed(self._narrowed, lambda: bool(self._own.all_cells))
 
     @property
     def _narrowed(self) -> Problem:

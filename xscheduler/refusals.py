@@ -112,7 +112,7 @@ def _binding(one: Found) -> str:
 
 
 def _without_room(problem: Problem, timing: TimingSource) -> InfeasibleError:
-    least, room = _least_room(problem, timing), capacity_bytes(problem.cluster.device)
+    least, room = least_room(problem, timing), capacity_bytes(problem.cluster.device)
     fixed = [f"schedule.{name} = {value}" for name in _TAKE_MEMORY
              if (value := problem.fixed.value_of(name)) is not None]
     smaller = f"smaller values than the job fixes ({', '.join(fixed)}), " if fixed else ""
@@ -137,7 +137,7 @@ def _without_room(problem: Problem, timing: TimingSource) -> InfeasibleError:
         f"has at least {least.present:.0f} present at a time{by}")
 
 
-def _least_room(problem: Problem, timing: TimingSource) -> Smallest:
+def least_room(problem: Problem, timing: TimingSource) -> Smallest:
     """The point that needs least memory, even if it does not fit."""
     least = Smallest()
     for part in parts_of(problem, is_any=True):

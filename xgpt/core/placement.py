@@ -14,7 +14,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.units import Amount, Count, Flag, Positive, Share, Unbounded
 
 DEVICE, HOST, DISK = range(3)
-TIERS = ("device", "host", "disk")
+TIERS: tuple[Literal["device", "host", "disk"], ...] = ("device", "host", "disk")
 Shares = tuple[Share, Share, Share]  # by tier; they sum to 1
 Bytes = tuple[Count, Count, Count]  # by tier
 SECTOR = 4096  # bytes; what is read or written past the page cache begins and ends at multiples

@@ -1,0 +1,118 @@
+"""Figures of a placed plan beside its schedule: bytes by tier with the price of more, seconds and
+bytes of its steps, and limits of other orders of work."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from xgpt.core.placement import DEVICE, TIERS, PlacedFigures, Placement, StepTerms, TierBytes
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xgpt.core.units import format_bytes
+from xprofiler.timing import TimingSource
+from xscheduler.block_program import Choice
+from xscheduler.placed_programs import Programs, shares_of
+from xscheduler.refusals import least_room
+from xsimulator.memory import least_weight_bytes
+
+
+def placed_figures(problem: Problem, timing: TimingSource, programs: Programs, choice: Choice,
+                   estimate: Estimate, tried: int) -> PlacedFigures:
+    """The figures of the chosen block. tried: number of blocks that the programs cover."""
+    placement, room = estimate.deployment.decoding.placement, programs.memory.room
+    assert placement is not None
+    held = programs.held_bytes(placement, choice.requests)
+    tiers = []
+    for tier, name in enumerate(TIERS):
+        if room[tier] > 0:
+            own = held[held[:, tier].sum(axis=-1).argmax(), tier]  # of the fullest stage
+            weights, kv, hidden, work = map(int, own)
+            tiers.append(TierBytes(name=name, weights=weights, kv=kv, hidden=hidden, work=work,
+                                   free=max(int(room[tier] - own.sum()), 0),
+                                   price=float(choice.solution.prices[tier])))
+    least = least_room(problem, timing).memory_bytes
+    return PlacedFigures(
+        tiers=tuple(tiers), steps=tuple(_steps(programs, choice, placement)), tried=tried,
+        block=choice.requests * programs.groups,
+        program_qps=choice.solution.qps * programs.part.copies,
+        any_order_qps=any_order_qps(programs) * programs.part.copies,
+        diagonal_block=int(choice.requests * programs.groups * diagonal_ratio(programs)),
+        needed_bytes=int(least if math.isfinite(least) else least_weight_bytes(problem)))
+
+
+def _steps(programs: Programs, choice: Choice, placement: Placement) -> list[StepTerms]:
+    """An encode step, and a decode step (the mean of a phase), of all layers of a stage."""
+    shares, found = shares_of(placement), []
+    c = choice.program.serial_share
+    for is_encode in (True, False):
+        own = [(float(kind.often[0]), step) for kind, step in programs.kinds(choice)
+               if kind.is_encode == is_encode]
+        often = sum(count for count, _ in own) or 1.0
+        terms, moved, seconds = np.zeros(5), np.zeros(4), 0.0
+        for count, step in own:
+            share = count / often
+            for times, part in ((step.layers, step.layer), (1, step.head)):
+                if part is not None:
+                    terms += share * times * part.at(shares)[0]
+                    moved += share * times * part.bytes_at(shares)[0]
+            seconds += share * float(step.seconds(shares, c)[0])
+        up, down, read, write, compute = map(float, terms)
+        found.append(StepTerms(
+            kind="encode" if is_encode else "decode", count=often, seconds=seconds, up_s=up,
+            down_s=down, read_s=read, write_s=write, compute_s=compute, up_bytes=int(moved[0]),
+            down_bytes=int(moved[1]), read_bytes=int(moved[2]), write_bytes=int(moved[3])))
+    return found
+
+
+def any_order_qps(programs: Programs) -> float:
+    """Throughput that no order of work exceeds: the most requests whose entries fit all tiers, over
+    the seconds to read, for each of their tokens, the weights that cannot be resident."""
+    part, room = programs.part, programs.memory.room
+    weights = least_weight_bytes(part) / len(programs.plan.stages)
+    host, disk = part.cluster.tier("host"), part.cluster.tier("disk")
+    most = programs.memory.most_slots(programs.options, programs.capacity)
+    above, reading_s = room[DEVICE], 0.0
+    for tier, more in ((host, room[1]), (disk, room[2])):
+        if tier is not None:
+            reading_s = max(reading_s, max(weights - above, 0.0)
+                            / tier.up.bandwidth_bytes_per_s)
+            above += more
+    steps = programs.work.iterations + 1
+    return most / (steps * reading_s) if reading_s else math.inf
+
+
+def diagonal_ratio(programs: Programs) -> float:
+    """Requests of a block in diagonal order over those of a zig-zag block of as many bytes
+    (FlexGen, A.2): its requests are at different tokens, so that few hold all their entries."""
+    layers, work = programs.plan.times.layers, programs.work
+    entry = layers.model.kv_elements_per_token_layer * programs.part.kv_item_bytes
+    return diagonal_over_zigzag(layers.model.num_layers * entry, layers.row_bytes,
+                                work.inputs.mean, work.iterations + 1)
+
+
+def diagonal_over_zigzag(entry: float, row: float, inputs: float, outputs: float) -> float:
+    """The ratio for requests of so many tokens. entry, row: bytes of a token's entries in all
+    layers, and of its hidden state."""
+    zigzag = row + entry * (inputs + outputs)
+    diagonal = row + entry * (2 * inputs + outputs) * (outputs - 1) / (2 * outputs)
+    return zigzag / diagonal
+
+
+def lacking(programs: Programs) -> str:
+    """Words for what the smallest block lacks: its bytes on each tier, below which no placement
+    is."""
+    has_host, has_disk = programs.memory.room[1:] > 0
+    below = (0.0, float(not has_disk), float(has_disk))
+    least = replace(programs.options, weights=below, kv=below,
+                    hidden=(0.0, 1.0, 0.0) if has_host else (1.0, 0.0, 0.0))
+    held = programs.held_bytes(least, 1).max(axis=0)
+    words = []
+    for tier, name in enumerate(TIERS):
+        if programs.memory.room[tier] > 0 or held[tier].any():
+            parts = [f"{format_bytes(own)} of {what}" for own, what in zip(
+                held[tier], ("weights", "KV cache", "hidden states",
+                             "two layers' buffers and activations"), strict=True) if own]
+            words.append(f"{name}: {', '.join(parts) or 'nothing'}; "
+                         f"{format_bytes(programs.memory.room[tier])} can be used")
+    return f"needs for a single request, with all of it as low as it may lie, {'. '.join(words)}"

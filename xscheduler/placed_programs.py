@@ -1,0 +1,211 @@
+"""Programs of the blocks of a policy (xscheduler.block_program): how often each kind of step comes
+in a period, with which rows and entries.
+
+`ft`: one encode step and the decode steps of the block's longest request. `rra`: one encode step of
+B_E requests, and the N_D iterations of a phase with fewer and fewer rows. In a pipeline a block has
+several groups, FlexGen's inner blocks, which follow one another through the stages."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.placement import DEVICE, AskedPlacement, Placement
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xscheduler.block_program import FREE, Choice, Memory, Part, Program, Step
+from xsimulator.placed import PlacedSteps
+from xsimulator.placed_memory import MemoryRows, PlacedMemory
+from xsimulator.placed_terms import PlacedStep
+from xsimulator.plans import PlanCache, StagePlan
+from xsimulator.replay.placed_times import PlacedTimes
+from xsimulator.rough.formulas import Formulas
+from xsimulator.rough.ranges import grid_of
+from xsimulator.rough.workload import Workload
+
+DEVICE_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # chosen
+EVEN = 8  # chosen: also blocks that divide a short job evenly, up to so many
+
+
+class Kind(NamedTuple):
+    """A kind of step of each of some blocks, all [blocks]: requests of a group that it encodes, or
+    decodes at a mean `context`; how often it comes in a period, and in a request's life."""
+
+    is_encode: bool
+    requests: FloatArray
+    context: FloatArray
+    often: FloatArray
+    watched: FloatArray
+
+
+class Programs:
+    """Programs of one policy on the stages of one replica, by device batch and slots of a group.
+    `iterations`: N_D of `rra`; 0: of `ft`. `limit_s`: on the latency."""
+
+    def __init__(self, part: Problem, plan: StagePlan, options: Placement, iterations: int,
+                 limit_s: float) -> None:
+        self.part, self.plan, self.options, self.iterations = part, plan, options, iterations
+        self.work, self._limit_s, stages = Workload(part), limit_s, plan.stages
+        self.groups = part.fixed.value_of("decode_micro_batches") or len(stages)
+        # all steps are taken for as long as those of the stage with most layers, the last of them
+        self._slowest = max(range(len(stages)), key=lambda own: (stages[own].num_layers, own))
+        self.memory = PlacedMemory(part, stages)
+        known = part.queries
+        self.capacity = max(self.work.longest, 0 if known is None else int(known.reserves.max()))
+
+    @property
+    def bounds(self) -> list[tuple[float, float]]:
+        """Least and most of each share: as the job fixes them, and 0 where there is no tier."""
+        asked, cluster = self.part.fixed.placement or AskedPlacement(), self.part.cluster
+        there = (True, cluster.tier("host") is not None, cluster.tier("disk") is not None)
+        found = [bound if is_there else (0.0, 0.0)
+                 for is_there, bound in zip(3 * there, FREE, strict=True)]
+        for first, shares in ((0, asked.weights), (3, asked.kv), (6, asked.hidden)):
+            if shares is not None:
+                found[first:first + 3] = [(own, own) for own in shares]
+        return found
+
+    def all(self) -> dict[int, dict[int, Callable[[], Program]]]:
+        """{device batch: {slots of a group: its program}} of all blocks that the job allows."""
+        asked, most = self.part.fixed.placement or AskedPlacement(), self._most_slots()
+        given = asked.device_batch
+        batches = sorted({min(own, most) for own in DEVICE_BATCHES}) if given is None else [
+            min(given, most)]
+        return {batch: dict(self._of_batch(batch, most)) for batch in batches}
+
+    def encode_batch(self, slots: FloatArray) -> FloatArray:
+        """Requests that a period encodes, of all groups, [blocks]. Of `rra` three deviations above
+        the mean number at work and a phase's new ones fill the slots (xrunner.rules.rra)."""
+        if not self.iterations:
+            return np.asarray(slots * self.groups)
+        stay = self.work.phase(self.iterations).mean_phases
+        more = 1 + 1 / stay
+        mean = ((np.sqrt(9 + 4 * more * slots) - 3) / (2 * more)) ** 2
+        return np.asarray(np.maximum(np.floor(mean / stay * self.groups), 1.0))
+
+    def kinds(self, choice: Choice) -> list[tuple[Kind, PlacedStep]]:
+        """The kinds of steps of one block, [1] each, and their terms."""
+        return self._taken(choice.device_batch, np.array([float(choice.requests)]))[1]
+
+    def held_bytes(self, placement: Placement, slots: int) -> FloatArray:
+        """[stages, tiers, 4] bytes of weights, entries, hidden states and work, of whole tensors
+        and requests."""
+        return self.memory.held(placement, slots, self.capacity, self.groups)
+
+    def exact_s(self, placement: Placement, choice: Choice) -> float:
+        """Seconds of a period with whole tensors and requests on the tiers."""
+        times = PlacedTimes(self.part, self.plan.times.layers, self.plan.stages, placement,
+                            choice.requests)
+        total = 0.0
+        for kind in self._kinds(np.array([float(choice.requests)])):
+            if kind.is_encode:
+                each = times.encode_rows_s(kind.requests * self.work.inputs.mean)
+                each[..., -1] += times.ends_s(kind.requests)
+            else:
+                each = times.decoder_layers * np.stack([grid(
+                    kind.requests, kind.context) for grid in times.grids.decode], axis=-1)
+            total += float(kind.often[0]) * float(each.max())
+        return total
+
+    def estimate(self, timing: TimingSource, plans: PlanCache, choice: Choice,
+                 placement: Placement) -> Estimate:
+        """The Estimate of a block on all replicas, with figures by its program."""
+        batch = int(self.encode_batch(np.array(choice.requests)))
+        point = (batch, self.iterations, self.groups, 0) if self.iterations else (
+            min(batch, self.part.num_queries or batch), self.groups)
+        formula = Formulas(self.part, timing, self.work, plans.of(self.part)).of(
+            "rra" if self.iterations else "ft")
+        program, shares = choice.program, shares_of(placement)
+        each = [step.seconds(shares, program.serial_share) for step in program.steps]
+        decode = [(step.often, own) for step, own in zip(program.steps, each, strict=True)][1:]
+        period_s = program.period_s(shares)
+        device = [budget[DEVICE] for budget in placement.budgets]
+        return formula.estimate((1, 0), point).changed(
+            placement=placement, kv_tokens=choice.requests * self.capacity * self.groups,
+            throughput_qps=program.qps(shares), period_s=period_s,
+            output_tokens_per_s=program.qps(shares) * self.work.outputs.mean,
+            latency_s=program.period_s(shares, is_watched=True), encode_s=each[0] * self.groups,
+            decode_iteration_s=sum(often * own for often, own in decode) / max(
+                sum(often for often, _ in decode) / self.groups, 1e-9),
+            memory_bytes=tuple(device), fits=True).in_copies(self.part.copies)
+
+    def _most_slots(self) -> int:
+        """Slots of a group that the job's requests fill, and whose entries all tiers hold."""
+        most = self.memory.most_slots(self.options, self.capacity) // self.groups
+        if self.part.num_queries is not None:
+            most = min(most, -(-self.part.num_queries // self.groups))
+        return max(most, 1)
+
+    def _of_batch(self, batch: int, most: int) -> Iterator[tuple[int, Callable[[], Program]]]:
+        given, queries = self.part.fixed.value_of("encode_batch"), self.part.num_queries
+        sizes = {batch * count for count in grid_of(most // batch, None, 1.25)}
+        if queries is not None:
+            even = (-(-queries // (self.groups * count)) for count in range(1, EVEN + 1))
+            sizes |= {own for own in even if batch <= own <= most}
+        if given is not None and not self.iterations:
+            sizes = {min(-(-given // self.groups), most)}
+        slots = np.array(sorted(sizes), float)
+        steps, taken = self._taken(batch, slots)
+        rows = self.memory.rows(steps.placement, slots, self.capacity)
+        for index, own in enumerate(slots.astype(int).tolist()):
+            yield own, cache(partial(self._program, index, slots, taken, rows,
+                                     steps.serial_share))
+
+    def _taken(self, batch: int,
+               slots: FloatArray) -> tuple[PlacedSteps, list[tuple[Kind, PlacedStep]]]:
+        steps = PlacedSteps(self.part, self.plan.times.layers, self.plan.stages, replace(
+            self.options, device_batch=batch))
+        return steps, [(kind, steps.encode_step(self._slowest, kind.requests) if kind.is_encode else
+                        steps.decode_step(self._slowest, kind.requests, kind.context))
+                       for kind in self._kinds(slots)]
+
+    def _program(self, index: int, slots: FloatArray, taken: list[tuple[Kind, PlacedStep]],
+                 rows: MemoryRows, serial_share: float) -> Program:
+        return Program(
+            requests=float(self.encode_batch(slots[index])), serial_share=serial_share,
+            limit_s=self._limit_s, bounds=self.bounds,
+            memory=Memory(rows.by_share[index], rows.fixed[index], rows.capacity, rows.tiers),
+            steps=tuple(Step(
+                float(kind.often[index]), float(kind.watched[index]),
+                tuple(Part(times, terms.by_share[index], terms.fixed[index]) for times, terms in (
+                    (step.layers, step.layer), (1, step.head)) if terms is not None),
+                float(step.other_s[index])) for kind, step in taken if kind.often[index]))
+
+    def _kinds(self, slots: FloatArray) -> Iterator[Kind]:
+        """The kinds of steps of blocks with so many slots in each group."""
+        work, batch, none = self.work, self.encode_batch(slots), np.zeros_like(slots)
+        cycle = max(self.groups, len(self.plan.stages))  # steps of a group, in steps of a stage
+        encodes = none + self.groups + len(self.plan.stages) - 1
+        is_one = self.part.constraint.kind == "sequence"
+        if not self.iterations:
+            rounds = work.rounds(batch)
+            watched = work.rounds(batch, work.watched) if is_one else rounds
+            yield Kind(True, slots, none, encodes, encodes)
+            yield Kind(False, slots, work.inputs.mean + 1 + rounds / 2, rounds * cycle,
+                       watched * cycle)
+            return
+        phase, seen = work.phase(self.iterations), max(work.watched, 1)
+        before = math.ceil(seen / self.iterations) - 1
+        begins = np.cumsum(phase.widths) - phase.widths
+        inside = np.clip(seen - before * self.iterations - begins, 0.0, phase.widths)
+        yield Kind(True, batch / self.groups, none, encodes, encodes * (before + 1))
+        # in three parts: the first quarter of a phase, the second and the others
+        starts = np.unique(np.searchsorted(begins, [0.0, 0.25 * self.iterations,
+                                                    0.5 * self.iterations])[:len(begins)])
+        widths, inside, mean = (np.add.reduceat(own, starts) for own in (
+            phase.widths, inside, phase.widths * phase.active))
+        for width, last, active in zip(widths, inside, mean / widths, strict=True):
+            rows = batch / self.groups * active
+            share = np.minimum(rows, 1.0)  # an empty group takes no step
+            yield Kind(False, np.maximum(rows, 1.0), none + work.context, width * share * cycle,
+                       (before * width * share + last) * cycle)
+
+
+def shares_of(placement: Placement) -> FloatArray:
+    """The nine shares of a placement."""
+    return np.array([*placement.weights, *placement.kv, *placement.hidden], float)

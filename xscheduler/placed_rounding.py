@@ -1,0 +1,60 @@
+"""The shares of a block in whole tensors and requests."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.placement import DEVICE, Placement, Shares
+from xscheduler.block_program import Choice
+from xscheduler.placed_programs import Programs
+
+ROUNDS = 4  # chosen: programs that are solved with less memory, until whole tensors fit
+ON_DEVICE = (0.49, *np.linspace(0, 1, 21).tolist())  # chosen: below a half the embedding is not
+
+
+def in_whole(programs: Programs, choice: Choice) -> tuple[Choice, Placement] | None:
+    """The block with whole tensors and requests within the memories, of several shares of
+    weights the quickest. Where none fits, its program is solved again with so much less."""
+    asked = programs.part.fixed.placement
+    is_fixed = asked is not None and asked.weights is not None
+    for _ in range(ROUNDS):
+        found, least = list[tuple[float, Placement]](), np.full(3, np.inf)
+        weights, kv, hidden = np.split(choice.solution.shares, 3)
+        for own in _near(weights, is_fixed=is_fixed):
+            placement = replace(
+                programs.options, device_batch=choice.device_batch, weights=_as_shares(own),
+                kv=_as_shares(kv), hidden=_as_shares(hidden))
+            held = programs.held_bytes(placement, choice.requests).sum(axis=-1)
+            beyond = np.maximum(held.max(axis=0) - programs.memory.room, 0.0)
+            least = np.minimum(least, beyond)
+            if not beyond.any():
+                budgets = tuple(map(tuple, np.ceil(held).astype(int).tolist()))
+                found.append((programs.exact_s(placement, choice), replace(
+                    placement, budgets=budgets)))
+        if found:
+            return choice, min(found, key=lambda one: one[0])[1]
+        memory = choice.program.memory
+        program = replace(choice.program, memory=memory._replace(
+            capacity=memory.capacity - least[list(memory.tiers)]))
+        if (solution := program.solve()) is None:
+            break
+        choice = choice._replace(program=program, solution=solution)
+    return None
+
+
+def _near(weights: FloatArray, *, is_fixed: bool) -> list[FloatArray]:
+    """Shares of weights to round: these, and others on the device. Where a few tensors are large,
+    such as embedding and head, others fit, or are quicker."""
+    below = weights[1:]
+    if is_fixed or not below.any():
+        return [weights]
+    return [np.concatenate([[own], below * ((1 - own) / below.sum())])
+            for own in (float(weights[DEVICE]), *ON_DEVICE)]
+
+
+def _as_shares(shares: FloatArray) -> Shares:
+    """Three shares that sum to 1, to six digits."""
+    own = np.round(shares, 6) + 0.0  # no negative zero
+    own[own.argmax()] += 1 - own.sum()
+    return float(own[0]), float(own[1]), float(own[2])

@@ -1,0 +1,230 @@
+"""The schedule of a model that its devices cannot hold: weights, entries and hidden states lie
+partly on their host or on disk, and blocks of requests are worked layer by layer (FlexGen,
+arXiv:2303.06865; docs/offload.md).
+
+The linear programs of all blocks of `ft` and `rra` are ordered (xscheduler.block_program). The best
+ones are rounded to whole tensors and requests, and replayed. The schedule of the highest throughput
+that keeps the limits is chosen; a short job takes the shortest makespan."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError, InputError, wrong
+from xgpt.core.placement import AskedPlacement, Placement
+from xgpt.core.policies import able_policies
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Proof, Schedule, Status
+from xgpt.core.units import format_seconds, seconds_up
+from xprofiler.timing import TimingSource
+from xscheduler.block_program import Choice, best_blocks
+from xscheduler.evaluator import Evaluator
+from xscheduler.makespan import is_short
+from xscheduler.margin import MarginParts, Margins
+from xscheduler.placed_figures import lacking, placed_figures
+from xscheduler.placed_programs import Programs
+from xscheduler.placed_rounding import in_whole
+from xscheduler.replicas import replica_problems
+from xsimulator.plans import PlanCache, StagePlan
+
+POLICIES = ("ft", "rra")
+REPLAYED = 10  # chosen: best programs of a policy that are replayed
+ROUNDS = 4  # chosen: searches for a limit, since the margin is known only of a schedule
+CLOSER = 1.1  # chosen: least factor by which the limit of the next one is closer
+NEAR = 0.05  # chosen: share of the best program's throughput within which others are replayed
+PHASES = (1, 2, 4)  # chosen: phases of RRA of the request that the limit is for
+_CLOSED = 1e-9  # a gap below it is rounding
+
+
+def is_placed(problem: Problem, fits: Callable[[], bool]) -> bool:
+    """Whether a schedule needs a placement. fits: whether the devices hold the model and the
+    longest request under some policy."""
+    fixed = problem.fixed
+    if fixed.placement is not None:
+        return True
+    may = (problem.offload == "auto" and problem.cluster.tiers and problem.most_stages is None
+           and not problem.model.is_encoder_decoder and (fixed.tp_degree or 1) == 1
+           and (not fixed.policies or {*fixed.policies} & {*POLICIES}))
+    return bool(may) and not fits()
+
+
+class Trial(NamedTuple):
+    """A block's schedule as replayed. `bound_qps`: by its program, of all replicas."""
+
+    programs: Programs
+    choice: Choice
+    estimate: Estimate
+    margin: MarginParts
+    bound_qps: float
+
+
+class Placing:
+    """The search for one problem."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, *, has_margin: bool,
+                 tell: Callable[[str], None]) -> None:
+        """has_margin: limits hold with the constraint's confidence. tell: takes notes for the user.
+        Raises InputError for chunks, which no placed step has."""
+        if problem.fixed.encode_chunk:
+            raise wrong("schedule", "schedule.encode_chunk", problem.fixed.encode_chunk,
+                        "0, or left out, for a model that its devices cannot hold")
+        if problem.queries is not None:  # a placed cache shares no prefixes
+            problem = replace(problem, queries=replace(problem.queries, prefixes=None))
+        self.problem, self._timing = problem, timing
+        self._evaluator = Evaluator(problem, timing)
+        self._margins = Margins(problem, self._evaluator) if has_margin else None
+        self._plans, self._tried = PlanCache(timing), 0
+        most, block = problem.num_queries, problem.fixed.encode_batch
+        if most is not None and block is not None and block > most:
+            tell(f"note: a block of {block} requests is more than the job has: it has {most}")
+
+    def best(self) -> Schedule:
+        """The schedule of the highest throughput. Raises InfeasibleError."""
+        began = time.monotonic()
+        found = [self._within(each, is_rra) for each in self._layouts for is_rra in (False, True)]
+        trials = [one for own in found for one in own]
+        kept = [one for one in trials if self._is_kept(one)]
+        if not kept:
+            raise self._refusal()
+        return self._schedule(kept, trials, time.monotonic() - began)
+
+    @cached_property
+    def _layouts(self) -> list[tuple[Problem, StagePlan]]:
+        """The devices as equal replicas, each a pipeline: problem and stages of one."""
+        found = []
+        for part in replica_problems(self.problem):
+            with suppress(InputError):  # more devices than layers
+                found.append((part, self._plans.of(part).both(1, 0)))
+        return found
+
+    def _within(self, layout: tuple[Problem, StagePlan], is_rra: bool) -> list[Trial]:
+        """Replays of the best blocks of a policy. Their program's limit is closer where a replay
+        with its margin takes longer than its program."""
+        trials, limit_s = list[Trial](), self.problem.constraint.latency_s
+        factor = 1.0 if self._margins is None else self._margins.least_factor
+        for _ in range(ROUNDS):
+            found = list[tuple[Programs, Choice]]()
+            for programs in self._programs(layout, is_rra, limit_s / factor):
+                best_qps = max((own.solution.qps for _, own in found), default=0.0)
+                blocks = programs.all()
+                self._tried += sum(map(len, blocks.values()))
+                found += [(programs, own) for own in best_blocks(
+                    blocks, REPLAYED, (1 - NEAR) * best_qps)]
+            found.sort(key=lambda one: -one[1].solution.qps)
+            own = [one for each in found[:REPLAYED] if (one := self._trial(*each)) is not None]
+            trials += own
+            if not own or any(map(self._is_kept, own)):
+                break
+            factor = max(CLOSER * factor, min(self._needed_s(one) / one.choice.program.period_s(
+                one.choice.solution.shares, is_watched=True) for one in own))
+        return trials
+
+    def _is_kept(self, trial: Trial) -> bool:
+        return self._needed_s(trial) <= self.problem.constraint.latency_s
+
+    def _needed_s(self, trial: Trial) -> float:
+        return trial.estimate.figures.latency_s * trial.margin.factor
+
+    def _programs(self, layout: tuple[Problem, StagePlan], is_rra: bool,
+                  limit_s: float) -> Iterator[Programs]:
+        """The programs of a policy on one replica, for each way to compute attention; of RRA for
+        each number of iterations of a phase."""
+        fixed, (part, plan) = self.problem.fixed, layout
+        names = [row.name for row in able_policies(replace(
+            fixed, policies=fixed.policies or POLICIES))]
+        if ("rra" if is_rra else "ft") not in names:
+            return
+        seen = max(part.lengths.outputs.quantile(part.constraint.quantile) - 1, 1)
+        given = fixed.decode_iterations
+        phases = {math.ceil(seen / own) for own in PHASES} if given is None else {given}
+        for options in _options(part):
+            for iterations in sorted(phases) if is_rra else [0]:
+                yield Programs(part, plan, options, iterations, limit_s)
+
+    def _trial(self, programs: Programs, choice: Choice) -> Trial | None:
+        """The replay of a block, rounded; None if nothing fits then, or without a steady state."""
+        rounded = in_whole(programs, choice)
+        if rounded is None:
+            return None
+        choice, placement = rounded
+        estimate = programs.estimate(self._timing, self._plans, choice, placement)
+        shown = self._evaluator.shown(estimate)
+        if shown == estimate:  # no steady state
+            return None
+        margin = MarginParts(factor=1.0, sentence="planned without a margin") if (
+            self._margins is None) else self._margins.margin(shown)
+        return Trial(programs, choice, shown, margin,
+                     choice.solution.qps * programs.part.copies)
+
+    def _schedule(self, kept: list[Trial], trials: list[Trial], seconds: float) -> Schedule:
+        """The schedule of the best trial of those that keep the limit."""
+        best = max(kept, key=lambda one: one.estimate.figures.throughput_qps)
+        schedule = self._of_trial(best, trials, seconds)
+        if is_short(self.problem, schedule):
+            walls = [(math.inf if (job := self._evaluator.job(one.estimate, 1)) is None else
+                      job.wall_s) for one in kept]
+            best = kept[int(np.argmin(walls))]
+            schedule = self._of_trial(best, trials, seconds)
+            if math.isfinite(min(walls)):
+                schedule = schedule.changed(status=Status.JOB, explanation=(
+                    f"Estimated run time {format_seconds(min(walls))} for this job's "
+                    f"{self.problem.num_queries} requests, the shortest of {len(kept)} simulated "
+                    "schedules.",))
+        return schedule
+
+    def _of_trial(self, trial: Trial, trials: list[Trial], seconds: float) -> Schedule:
+        qps = trial.estimate.figures.throughput_qps
+        most_qps = max(qps, *(one.bound_qps for one in trials))
+        gap = most_qps / qps - 1
+        return Schedule(
+            estimate=trial.estimate, bounds=(self.problem.constraint.latency,),
+            fingerprint=self.problem.fingerprint, margin=trial.margin.kept(),
+            proof=Proof(status=Status.OPTIMAL if gap <= _CLOSED else Status.WITHIN_GAP,
+                        bound_qps=most_qps, gap=gap, nodes=self._tried, seconds=seconds),
+            placed=placed_figures(self.problem, self._timing, trial.programs, trial.choice,
+                                  trial.estimate, self._tried))
+
+    def _refusal(self) -> InfeasibleError:
+        """The error for no block within the limits: with the quickest one's latency, or with the
+        bytes of the smallest."""
+        quickest_s, smallest = math.inf, None
+        limit_s = self.problem.constraint.latency_s
+        for layout in self._layouts:
+            for programs in (own for is_rra in (False, True)
+                             for own in self._programs(layout, is_rra, math.inf)):
+                smallest = smallest or programs
+                least = next(iter(programs.all().values()))
+                program = least[min(least)]()
+                if (solution := program.solve()) is not None:
+                    quickest_s = min(quickest_s, program.period_s(
+                        solution.shares, is_watched=True))
+        if math.isfinite(quickest_s):
+            factor = 1.0 if self._margins is None else self._margins.least_factor
+            least_s = seconds_up(quickest_s * factor)
+            return InfeasibleError(
+                f"no schedule keeps the limit of {format_seconds(limit_s)}: weights and KV cache "
+                f"lie partly below the devices, and the quickest block takes {least_s} s",
+                float(least_s))
+        return InfeasibleError("no schedule: there is too little memory. " + (
+            "No policy has the values that the job fixes" if smallest is None else
+            f"{self.problem.model.name} {lacking(smallest)}"))
+
+
+def _options(part: Problem) -> list[Placement]:
+    """Placements, without shares, of each way to compute attention that the job allows."""
+    asked, host = part.fixed.placement or AskedPlacement(), part.cluster.tier("host")
+    can_attend = host is not None and host.attention and asked.kv_bits != 4
+    ways = [False, True] if can_attend else [False]
+    if asked.host_attention is not None:
+        ways = [own for own in ways if own == asked.host_attention] or ways[:1]
+    on_device = (1.0, 0.0, 0.0)
+    return [Placement(
+        weights=on_device, kv=on_device, hidden=on_device, device_batch=1,
+        order=asked.order or "zigzag", overlap=asked.overlap is not False, host_attention=own,
+        weight_bits=asked.weight_bits or 16, kv_bits=asked.kv_bits or 16) for own in ways]
