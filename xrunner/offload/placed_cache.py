@@ -18,7 +18,7 @@ from xgpt.core.placement import DEVICE, DISK, HOST, queries_by_tier
 from xrunner.devices import CPU
 from xrunner.engine.kv import KvCache, KvShape
 from xrunner.offload import kv_parts
-from xrunner.offload.kv_parts import Buffer, KvPart, Tiers, Tokens
+from xrunner.offload.kv_parts import KvPart, Tiers, Tokens
 from xrunner.offload.mover import Ticket
 from xrunner.ops import contexts
 from xrunner.rules.slots import Span, compaction_moves
@@ -42,13 +42,22 @@ class Piece(NamedTuple):
     is_below: bool
 
 
+class _Buffer:
+    """Memory of a piece at a time. `landing`: on the host, where a file is read. `staging`: on the
+    device. `last`: the copy that ends its use so far."""
+
+    def __init__(self, landing: Tensor, staging: Tensor) -> None:
+        self.landing, self.staging, self.is_lent = landing, staging, False
+        self.last: Ticket | None = None
+
+
 class _Lent(NamedTuple):
     """Entries of a piece, brought for one layer. `lower`: rows on the piece's tier, or read from
     it. `rows`: those attended over. `before`: copies that end first."""
 
     lower: Tensor
     rows: Tensor
-    buffer: Buffer | None
+    buffer: _Buffer | None
     before: list[Ticket]
 
 
@@ -61,7 +70,7 @@ class PlacedCache(KvCache):
         super().__init__(shape._replace(num_layers=0))
         self._tiers, self._num_layers = tiers, shape.num_layers
         self._ranges = queries_by_tier(shape.slots, tiers.placement.kv)
-        self.buffers: list[Buffer] = []  # two, which all groups share
+        self.buffers: list[_Buffer] = []  # two, which all groups share
         self._earlier: list[Ticket] = []  # copies of earlier steps that may be under way
         self._lent: dict[tuple[int, int], _Lent] = {}  # by layer and first slot
         by_blocks = tiers.placement.kv_bits == 4 or (
@@ -231,7 +240,7 @@ def placed_caches(count: int, shape: KvShape, tiers: Tiers) -> list[PlacedCache]
         landing = staging = tiers.tensor(DEVICE, (near,), torch.uint8, what)
         if tiers.is_far or tiers.placement.kv_bits == 4:
             landing = tiers.tensor(HOST, (landed,), torch.uint8, what)
-        buffer = Buffer(landing, staging)
+        buffer = _Buffer(landing, staging)
         for cache in caches:
             cache.buffers.append(buffer)
     return caches
