@@ -94,13 +94,14 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
                    rule: BatchingRule | None = None, device: torch.device | str = "cpu",
                    in_blocks: bool = False, prefixes: Prefixes | None = None,
                    placed: tuple[Placement, Path] | None = None,
+                   executors: Sequence[StageExecutor] = (),
                    ) -> tuple[Collector, list[StageExecutor]]:
     """The whole runner on threads instead of MPI ranks: (what finished, every rank's executor).
     Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks.
-    `placed`: as of `executor_of`."""
+    `placed`: as of `executor_of`. `executors`: of ranks alone, in place of those."""
     stages = stages or stages_of(directory, degrees or [1] * num_stages)
-    executors: list[StageExecutor] = []
-    for stage in stages:
+    executors = [*executors]
+    for stage in stages if not executors else ():
         shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
         executors += [executor_of(directory, stage, shard, dtype, device, placed=placed)
                       for shard in shards]

@@ -1,5 +1,6 @@
 """A model on tiers answers as one in memory does, wherever its bytes lie and in whatever order."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from examples import some
 from holding import rule_of
 from replays import answers_of
-from toy_runs import run_in_process
+from toy_runs import executor_of, run_in_process, stages_of
 from toys import random_queries
 
 from xgpt.core.errors import XgptError
@@ -79,6 +80,25 @@ def test_weights_are_loaded_once_a_step_in_zig_zag_and_once_a_batch_in_row_order
             batch=12)
         loads[order] = sum(executor.model.lender.loads[layer] for layer in range(5))
     assert loads == {"zigzag": 15, "row": 60}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_are_read_once_a_step_and_only_those_that_rows_reach(made, tmp_path, family):
+    """The experts that rows reach are those of the model in memory, in the same steps."""
+    directory, queries = made(family)[0], random_queries(17)
+    stage, reached = stages_of(directory, [1])[0], Counter()
+    in_memory = executor_of(directory, stage)
+    for index, layer in enumerate(in_memory.model.layers):
+        layer.weights.mlp.lend = lambda expert, _, index=index: reached.update([(index, expert)])
+    run_in_process(directory, queries, stages=[stage], rule=rule_of("ft", batch=8),
+                   executors=[in_memory])
+    _, (executor,) = answers_on_tiers(
+        directory, queries, placement_of("all weights on disk"), tmp_path)
+    loads = executor.model.lender.loads
+    assert {unit: count for unit, count in loads.items()
+            if isinstance(unit, tuple) and unit[0] != "head"} == reached
+    assert sum(reached.values()) < sum(loads[layer] for layer in range(5)) * (
+        executor.model.spec.decoder.experts.count)
 
 
 @pytest.mark.parametrize("bits", [{"weight_bits": 4}, {"kv_bits": 4},
