@@ -13,6 +13,8 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.placement import (
     DEVICE,
     DISK,
+    GROUP,
+    HEAD_TOKENS,
     HOST,
     Placement,
     WeightTensor,
@@ -26,11 +28,9 @@ from xgpt.core.placement import (
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES
 from xsimulator.memory import StageBytes, capacity_bytes, largest_rows
-from xsimulator.placed import PACKED_BYTES
 from xsimulator.placed_terms import HIDDEN, KV, WEIGHTS
 
-# On a CPU as xrunner.ops.output_head cuts the head, and xrunner.models.stage_model an encode step
-HEAD_PIECE, STEP_PIECE = 8192, 2080
+STEP_PIECE = 2080  # rows of an encode step that a CPU computes at once (xrunner.models.stage_model)
 BUFFERS = 2  # of weights, and of entries: one is computed with while the other is filled
 WORK = 3  # place of buffers and activations beside weights, entries and hidden states
 
@@ -54,6 +54,15 @@ class _Piece(NamedTuple):
     below: int
 
 
+class _Forms(NamedTuple):
+    """Bytes of a request's entries in one layer on each tier; where attention reads them from
+    below the device; and of its last block, on the host, by the tier of the others."""
+
+    held: tuple[int, int, int]
+    near: tuple[int, int, int]
+    tails: tuple[int, int, int]
+
+
 class PlacedMemory:
     """Bytes by tier of the stages of one replica. `room` [3]: bytes of each tier that a rank may
     have; 0 without the tier."""
@@ -72,7 +81,7 @@ class PlacedMemory:
     def most_slots(self, options: Placement, capacity: int) -> int:
         """Most requests of `capacity` tokens whose entries all tiers of a rank could hold."""
         layers = max(stage.num_layers for stage in self._stages)
-        return int(self.room.sum() / (layers * min(self._rows_of(options, capacity))))
+        return int(self.room.sum() / (layers * min(self._forms(options, capacity).held)))
 
     def rows(self, placement: Placement, slots: ArrayLike, capacity: int,
              groups: int | None = None) -> MemoryRows:
@@ -82,7 +91,8 @@ class PlacedMemory:
         groups = groups or self._problem.fixed.value_of("decode_micro_batches") or last
         by_share, fixed = np.zeros((*count.shape, last, 3, 9)), np.zeros((*count.shape, last, 3))
         batch, hidden = np.minimum(placement.device_batch, count), self._hidden(count)
-        rows, tail = self._rows_of(placement, capacity), self._tail_bytes
+        forms = self._forms(placement, capacity)
+        has_landing = self._is_far or placement.kv_bits == 4
         for stage, assigned in enumerate(self._stages):
             own, pieces = by_share[..., stage, :, :], self._pieces(stage, placement)
             entries = assigned.num_layers * groups * count
@@ -94,12 +104,12 @@ class PlacedMemory:
                     wide if placement.weight_bits == 4 else 0)
             own[..., HOST, WEIGHTS + DISK] = BUFFERS * buffer * self._is_far
             for tier in range(3):
-                own[..., tier, KV + tier] = entries * rows[tier]
-            own[..., HOST, KV + DISK] = entries * tail
+                own[..., HOST, KV + tier] = entries * forms.tails[tier]
+                own[..., tier, KV + tier] += entries * forms.held[tier]
             own[..., DEVICE, HIDDEN], own[..., HOST, HIDDEN + HOST] = hidden, hidden
             fixed[..., stage, DEVICE] = (self._vectors(stage) + self._activations(stage, batch)
-                                         + BUFFERS * batch * max(rows[HOST:]))
-            fixed[..., stage, HOST] = BUFFERS * batch * rows[DISK] * self._is_far
+                                         + BUFFERS * batch * max(forms.near[HOST:]))
+            fixed[..., stage, HOST] = BUFFERS * batch * forms.held[DISK] * has_landing
             fixed[..., stage, DISK] = sum(one.below for of in pieces for one in of)
         if not self.room[HOST]:  # the device holds what is kept of entries on disk
             by_share[..., DEVICE, :] += by_share[..., HOST, :]
@@ -113,21 +123,24 @@ class PlacedMemory:
     def held(self, placement: Placement, slots: int, capacity: int, groups: int) -> FloatArray:
         """[stages, 3 tiers, 4] bytes of weights, entries, hidden states and work (buffers, norms,
         activations; on disk the rest of the file of weights), of whole tensors and requests."""
-        found, rows = np.zeros((len(self._stages), 3, 4)), self._rows_of(placement, capacity)
+        found, forms = np.zeros((len(self._stages), 3, 4)), self._forms(placement, capacity)
         ranges = queries_by_tier(slots, placement.kv)
         batch = [min(placement.device_batch, len(own)) for own in ranges]
         hosted = len(queries_by_tier(slots, placement.hidden)[HOST])
-        landing, staged = (sectors(batch[tier] * rows[tier]) for tier in (DISK, HOST))
+        staged = BUFFERS * sectors(max(batch[tier] * forms.near[tier] for tier in (HOST, DISK)))
+        landing = BUFFERS * sectors(batch[DISK] * forms.held[DISK]) * (
+            self._is_far or placement.kv_bits == 4)
         for stage, assigned in enumerate(self._stages):
             own, layers = found[stage], assigned.num_layers
             self._add_weights(own, stage, placement)
             own[:, 1] = [groups * sectors(layers * len(part) * row)
-                         for part, row in zip(ranges, rows, strict=True)]
-            own[HOST, 1] += groups * sectors(layers * len(ranges[DISK]) * self._tail_bytes)
+                         for part, row in zip(ranges, forms.held, strict=True)]
+            own[HOST, 1] += sum(groups * sectors(layers * len(part) * tail)
+                                for part, tail in zip(ranges, forms.tails, strict=True))
             own[DEVICE, 2], own[HOST, 2] = self._hidden(slots - hosted), self._hidden(hosted)
-            own[DEVICE, WORK] += (BUFFERS * max(staged, landing) + self._vectors(stage)
-                                  + self._activations(stage, max(batch)))
-            own[HOST, WORK] += BUFFERS * landing * self._is_far
+            own[DEVICE, WORK] += staged + self._vectors(stage) + self._activations(
+                stage, max(batch))
+            own[HOST, WORK] += landing
         if not self.room[DISK]:
             found[:, DISK, WORK] = 0.0
         if not self._is_far and not any(shares[HOST] for shares in (
@@ -156,25 +169,21 @@ class PlacedMemory:
 
     def _pieces(self, stage: int, placement: Placement) -> list[list[_Piece]]:
         """The pieces of each tensor of a stage, in order."""
-        item, bits = WEIGHT_BYTES[self._problem.weight_dtype], placement.weight_bits
-        each, found = len(layer_tensors(self._model)), list[list[_Piece]]()
-        place = 0
+        item, table = (sizes[own] for sizes, own in (
+            (WEIGHT_BYTES, self._problem.weight_dtype), (DTYPE_BYTES, self._problem.dtype)))
+        found, layer = list[list[_Piece]](), -1
         for tensor in self._tensors(stage):
+            layer += tensor.name in ("qkv", "attention")  # the first of a layer
             if tensor.name == "embedding":
-                table = sectors(tensor.elements * DTYPE_BYTES[self._problem.dtype])
-                found.append([_Piece(None, table, table)])
-            elif tensor.name == "head":
-                most = tensor.outputs if self._is_far else HEAD_PIECE
-                parts = [tensor._replace(outputs=min(most, tensor.outputs - first))
-                         for first in range(0, tensor.outputs, most)]
-                found.append([_Piece(("head", first), part.held_bytes(item),
-                                     part.held_bytes(item, bits))
-                              for first, part in enumerate(parts)])
-            else:
-                kind = tensor.name.rpartition(".")[0]
-                found.append([_Piece((place // each, kind), tensor.held_bytes(item),
-                                     tensor.held_bytes(item, bits))])
-                place += 1
+                found.append([_Piece(None, tensor.held_bytes(table), tensor.held_bytes(table))])
+                continue
+            is_head = tensor.name == "head"
+            parts = range(0, tensor.outputs, HEAD_TOKENS if is_head else tensor.outputs)
+            kind = tensor.name.rpartition(".")[0]
+            found.append([_Piece(("head", first) if is_head else (layer, kind),
+                                 own.held_bytes(item), own.held_bytes(item, placement.weight_bits))
+                          for first in parts for own in [tensor._replace(
+                              outputs=min(parts.step, tensor.outputs - first))]])
         return found
 
     def _vectors(self, stage: int) -> int:
@@ -182,8 +191,8 @@ class PlacedMemory:
         model, layers = self._model, self._stages[stage].num_layers
         count = layers * (model.decoder_layer_params - sum(
             own.elements for own in layer_tensors(model))) + 2 * model.hidden_size
-        if stage == 0:
-            count += model.embedding_params - model.vocab_size * model.hidden_size
+        if stage == 0 and model.has_learned_positions:
+            count += ((model.max_positions or 0) + 2) * model.hidden_size  # OPT has two more
         return max(count, 0) * DTYPE_BYTES[self._problem.dtype]
 
     def _activations(self, stage: int, batch: ArrayLike) -> FloatArray:
@@ -198,23 +207,19 @@ class PlacedMemory:
         rows = largest_rows(self._problem.lengths.inputs, np.asarray(count, float))
         return np.asarray(rows * self._model.hidden_size * DTYPE_BYTES[self._problem.dtype])
 
-    def _rows_of(self, options: Placement, capacity: int) -> tuple[int, int, int]:
-        """Bytes of a request's entries in one layer on each tier."""
-        blocks = -(-capacity // self._block) * self._block
-        is_copied = self._is_far and not options.host_attention
-        tokens = (capacity, blocks if is_copied else capacity, blocks)
-        below = PACKED_BYTES if options.kv_bits == 4 else self._problem.kv_item_bytes
-        items = (self._problem.kv_item_bytes, below, below)
-        elements = self._model.kv_elements_per_token_layer
-        on_device, on_host, on_disk = (
-            int(own * elements * item) for own, item in zip(tokens, items, strict=True))
-        return on_device, on_host, on_disk
-
-    @property
-    def _tail_bytes(self) -> int:
-        """Bytes of a request's last block of entries on disk in one layer, which is in memory."""
-        return (self._block * self._model.kv_elements_per_token_layer
-                * self._problem.kv_item_bytes)
+    def _forms(self, options: Placement, capacity: int) -> _Forms:
+        """The bytes of a request of `capacity` tokens in one layer."""
+        model, is_packed = self._model, options.kv_bits == 4
+        token = model.kv_elements_per_token_layer * self._problem.kv_item_bytes
+        blocks = -(-capacity // self._block)
+        in_blocks = is_packed or (self._is_far and not options.host_attention)
+        near = (capacity * token, (blocks * self._block if in_blocks else capacity) * token,
+                blocks * self._block * token)
+        tail = self._block * token
+        packed = blocks * sectors(2 * model.kv_heads * self._block * -(-model.head_dim // GROUP)
+                                  * (GROUP // 2 + 4))
+        held = (near[DEVICE], packed, packed) if is_packed else near
+        return _Forms(held, near, (0, tail if is_packed else 0, tail))
 
 
 def _largest(pieces: Sequence[_Piece]) -> tuple[int, int]:

@@ -10,14 +10,13 @@ from test_placed import ON_DEVICE, ON_DISK, ON_HOST, problem_of
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.placement import DEVICE, DISK, HOST, Placement
+from xgpt.core.placement import HOST, Placement
 from xrunner.engine.kv import kv_shape
 from xrunner.models import stage_model
 from xrunner.offload.arena import Arena
 from xrunner.offload.kv_parts import Tiers
 from xrunner.offload.mover import Mover
 from xrunner.offload.placed_cache import placed_caches
-from xrunner.ops import output_head
 from xsimulator import placed_memory
 from xsimulator.placed_memory import WORK, PlacedMemory
 
@@ -88,30 +87,29 @@ def test_linear_rows_are_near_the_bytes_of_whole_tensors_and_requests(tiers, dev
         memory.room[tier] for tier in rows.tiers[:len(tiers) + 1]]
 
 
-@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize(("attention", "bits"), [(False, 16), (True, 16), (False, 4)])
 @pytest.mark.parametrize("kv", [(0.3, 0.3, 0.4), (0.0, 0.0, 1.0), (0.5, 0.5, 0.0)])
-def test_entries_take_of_each_tier_what_was_planned(tmp_path, kv, attention):
+def test_entries_take_of_each_tier_what_was_planned(tmp_path, kv, attention, bits):
     problem = replace(problem_of("smollm2-135m"), dtype="bfloat16", kv_dtype="bfloat16",
                       weight_dtype="bfloat16")
     problem = replace(problem, cluster=replace(problem.cluster, device=CPU))
     memory = PlacedMemory(problem, stages_of(30))
-    placement = placement_of(ON_HOST, kv, device_batch=3, host_attention=attention)
+    placement = placement_of(ON_HOST, kv, device_batch=3, kv_bits=bits,
+                             host_attention=attention)
     arenas = Arena("device"), Arena("host"), Arena("disk")
     tiers = Tiers(placement, torch.device("cpu"), arenas, Mover(), tmp_path)
     shape = kv_shape(problem.model, torch.bfloat16, slots=10, capacity=150)
     caches = placed_caches(2, shape, tiers)
-    held = memory.held(placement, 10, 150, 2)[0]
-    buffers = held[DEVICE, WORK] - memory.held(
-        replace(placement, kv=ON_DEVICE), 10, 150, 2)[0][DEVICE, WORK]
-    assert [arena.held for arena in arenas] == [
-        held[DEVICE, 1] + buffers, held[HOST, 1], held[DISK, 1]]
+    held, without = (memory.held(replace(placement, kv=own), 10, 150, 2)[0]
+                     for own in (kv, ON_DEVICE))
+    buffers = held[:, WORK] - without[:, WORK]
+    assert [arena.held for arena in arenas] == (held[:, 1] + buffers).tolist()
     for cache in caches:
         cache.close()
     tiers.mover.close()
 
 
 def test_pieces_are_those_of_the_runner():
-    assert placed_memory.HEAD_PIECE == output_head.PIECE_TOKENS
     assert placed_memory.STEP_PIECE == stage_model.PIECE_TOKENS
 
 

@@ -19,7 +19,7 @@ Shares = tuple[Share, Share, Share]  # by tier; they sum to 1
 Bytes = tuple[Count, Count, Count]  # by tier
 SECTOR = 4096  # bytes; what is read or written past the page cache begins and ends at multiples
 _PANEL = 48  # outputs of a panel of packed weights (csrc/ops/cpu/pairs.cpp)
-_GROUP = 64  # elements that share a scale in 4 bits (xrunner.ops.four_bits)
+GROUP = 64  # elements that share a scale in 4 bits (xrunner.ops.four_bits)
 HEAD_TOKENS = 8192  # chosen: outputs of a piece of the head (xrunner.ops.output_head)
 _BLOCK = 16  # least tokens of a block of keys and values on disk
 
@@ -155,7 +155,7 @@ class WeightTensor(NamedTuple):
         panels = halves * -(-self.outputs // halves // _PANEL) * _PANEL
         outputs, pairs = max(panels, self.outputs), (self.inputs + 1) // 2
         if bits == 4:  # the groups of a panel take every second input
-            return sectors(outputs * 2 * -(-pairs // _GROUP) * (_GROUP // 2 + 4))
+            return sectors(outputs * 2 * -(-pairs // GROUP) * (GROUP // 2 + 4))
         return sectors(outputs * 2 * pairs * item_bytes)
 
 

@@ -4,16 +4,23 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from examples import some
 from holding import rule_of
+from replayed import problem_of
 from replays import answers_of
 from toy_runs import executor_of, run_in_process, stages_of
 from toys import random_queries
 
+from xgpt.core import catalog
+from xgpt.core.cluster import Tier
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
-from xgpt.core.placement import TIERS, Placement
+from xgpt.core.placement import DISK, TIERS, Placement, queries_by_tier
+from xsimulator.memory import StageBytes, largest_rows
+from xsimulator.placed_memory import PlacedMemory
 
 FAMILIES = ("llama", "qwen2", "opt", "gpt2", "mixtral", "qwen3-moe", "gemma2")
 SHARES = {
@@ -122,3 +129,38 @@ def test_a_byte_less_than_it_takes_is_refused_in_words(made, tmp_path):
         less = tuple(peak - (own == tier) for own, peak in enumerate(peaks))
         with pytest.raises(XgptError, match=f"the tier {name}, where .* planned bytes are taken"):
             answers_on_tiers(directory, queries, replace(placement, budgets=(less,)), tmp_path)
+
+
+@pytest.mark.parametrize(("family", "shares", "stages", "own"), [
+    *((family, "three tiers", 1, {}) for family in FAMILIES),
+    ("qwen3-moe", "three tiers", 1, {"weight_bits": 4}),
+    ("llama", "three tiers", 2, {"weight_bits": 4, "kv_bits": 4}),
+    ("llama", "three tiers", 2, {"host_attention": True}),
+    ("llama", "all on disk", 1, {}), ("llama", "weights on disk", 2, {})], ids=str)
+def test_no_tier_takes_more_than_the_planner_counts(made, tmp_path, family, shares, stages, own):
+    """Arenas count all but hidden states, activations and the file of weights. Of these bytes
+    the plan has at most 1 KiB a tier more than is taken."""
+    directory, queries = made(family)[0], random_queries(17)
+    placement = placement_of(shares, **own)
+    _, executors = answers_on_tiers(directory, queries, placement, tmp_path, stages=stages,
+                                    dtype=torch.bfloat16)
+    lengths = np.array([[len(query.input_ids), query.max_new_tokens] for query in queries])
+    problem = problem_of(directory, lengths, stages)
+    link = catalog.link("pcie3-x16")
+    tiers = tuple(Tier(name=name, memory_bytes=2**40, up=link, down=link) for name in TIERS[1:])
+    problem = replace(problem, **dict.fromkeys(("dtype", "kv_dtype", "weight_dtype"), "bfloat16"),
+                      cluster=replace(problem.cluster, tiers=tiers, device=replace(
+                          problem.cluster.device, kind="cpu")))
+    assigned = [StageAssignment(index=index, ranks=(index,), first_layer=0,
+                                num_layers=len(executor.model.layers))
+                for index, executor in enumerate(executors)]
+    planned = PlacedMemory(problem, assigned).held(
+        placement, 8 // stages, int(lengths.max(0).sum()) + 1, stages)
+    most = min(placement.device_batch, max(map(len, queries_by_tier(8 // stages, placement.kv))))
+    activations = StageBytes(problem, assigned).step(
+        largest_rows(problem.lengths.inputs, np.array(float(most))), most)
+    for own, step, executor in zip(planned, activations, executors, strict=True):
+        peaks = executor.model.report(1.0).peaks
+        taken = np.array([peaks.get(name, 0) for name in TIERS])
+        counted = own[:, [0, 1, 3]].sum(-1) - np.array([step, 0, own[DISK, [0, 3]].sum()])
+        assert (counted - taken >= 0).all() and (counted - taken <= 1024).all()
