@@ -51,9 +51,10 @@ class MemoryGroup:
 
     def __enter__(self) -> Self:
         limit = "memory.limit_in_bytes" if self._is_v1 else "memory.max"
+        self._limit = self._folder / limit
         try:
             self._folder.mkdir()
-            (self._folder / limit).write_text(str(self.limit_bytes), encoding="ascii")
+            self._limit.write_text(str(self.limit_bytes), encoding="ascii")
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
@@ -71,16 +72,25 @@ class MemoryGroup:
                     continue
             return
 
-    def run(self, command: Sequence[str], limit_s: float, folder: Path | None = None) -> GroupRun:
-        """Runs the command and all that it starts within the group. Raises
+    def run(self, command: Sequence[str], limit_s: float, *,
+            is_limited_later: bool = False) -> GroupRun:
+        """Runs the command and all that it starts within the group. `is_limited_later`: the command
+        sets the limit itself, once it has loaded, by $GROUP_LIMIT (FILE=BYTES). Raises
         subprocess.TimeoutExpired after `limit_s`, once its processes are ended."""
         peak, most = self._file("peak"), [0]
+        environment = dict(os.environ)
+        if not self.why_none:
+            unlimited = "-1" if self._is_v1 else "max"
+            self._limit.write_text(unlimited if is_limited_later else str(self.limit_bytes),
+                                   encoding="ascii")
+            if is_limited_later:
+                environment["GROUP_LIMIT"] = f"{self._limit}={self.limit_bytes}"
         if self._is_v1 and not self.why_none:
             peak.write_text("0", encoding="ascii")
             (self._folder / "memory.force_empty").write_text("0", encoding="ascii")
         start = time.perf_counter()
         with (tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err,
-              subprocess.Popen(command, stdout=out, stderr=err, cwd=folder,
+              subprocess.Popen(command, stdout=out, stderr=err, env=environment,
                                start_new_session=True, preexec_fn=self._enter) as process):
             watch = threading.Thread(target=self._watch, args=(process, most), daemon=True)
             watch.start()

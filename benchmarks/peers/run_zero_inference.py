@@ -8,6 +8,8 @@ writes the parameters into FOLDER/zero. Loading holds the model in memory; the l
 $GROUP_LIMIT (FILE=BYTES) is therefore set once it is loaded. All queries of the file are one batch.
 """
 
+import ctypes
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -32,6 +34,8 @@ def main() -> None:
     import deepspeed
 
     model = loaded(given)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     if "GROUP_LIMIT" in os.environ:
         file, limit = os.environ["GROUP_LIMIT"].split("=")
         Path(file).write_text(limit, encoding="ascii")
