@@ -4,10 +4,11 @@ page cache; keys and values stay in memory.
     python run_accelerate.py --model FOLDER --workload FILE [--mode all|layers|prepare]
                              [--threads 2]
 
-`all`: `disk_offload`, as its documents show it. `layers`: `dispatch_model` with the embedding, which
-is also the head, in memory, and the layers on disk. `prepare` writes the weights once, as `disk_offload` keeps them, into FOLDER/accelerate (it would
-otherwise hold the whole model in memory to write them). All queries of the file are one batch,
-padded to the longest input, and run to the longest output.
+`all`: `disk_offload`, as its documents show it. `layers`: `dispatch_model` with the layers on disk
+and the embedding, which is also the head, in memory. `prepare` writes the weights once, as
+`disk_offload` keeps them, into FOLDER/accelerate; it would otherwise hold the whole model in memory
+to write them. All queries of the file are one batch, padded to the longest input, and run to the
+longest output.
 """
 
 import json
