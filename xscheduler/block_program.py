@@ -177,10 +177,11 @@ def best_blocks(programs: Mapping[int, Mapping[int, Callable[[], Program]]], mos
         return solved[key]
 
     for batch, own in programs.items():
-        sizes = sorted(own)
+        hoped = {size: program_of((batch, size)).most_qps() for size in sorted(own)}
+        sizes = [size for size, hope_qps in hoped.items() if hope_qps >= least_qps]
         # what a block takes of each memory, and its seconds, rise with its requests
         fitting = bisect_left(sizes, True, key=lambda size: solve((batch, size)) is None)
-        hopes += [(program_of((batch, size)).most_qps(), batch, size) for size in sizes[:fitting]]
+        hopes += [(hoped[size], batch, size) for size in sizes[:fitting]]
     found = list[Choice]()
     for hope_qps, batch, size in sorted(hopes, reverse=True):
         if hope_qps < max(least_qps, found[most - 1].solution.qps if len(found) >= most else 0.0):

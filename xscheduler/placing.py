@@ -38,6 +38,7 @@ REPLAYED = 10  # chosen: best programs of a policy that are replayed
 ROUNDS = 4  # chosen: searches for a limit, since the margin is known only of a schedule
 CLOSER = 1.1  # chosen: least factor by which the limit of the next one is closer
 NEAR = 0.05  # chosen: share of the best program's throughput within which others are replayed
+WORTH = 0.1  # chosen: programs that are worse than a replayed one by this share are left out
 PHASES = (1, 2, 4)  # chosen: phases of RRA of the request that the limit is for
 _CLOSED = 1e-9  # a gap below it is rounding
 
@@ -87,9 +88,13 @@ class Placing:
     def best(self) -> Schedule:
         """The schedule of the highest throughput. Raises InfeasibleError."""
         began = time.monotonic()
-        found = [self._within(each, is_rra) for each in self._layouts for is_rra in (False, True)]
-        trials = [one for own in found for one in own]
-        kept = [one for one in trials if self._is_kept(one)]
+        trials, kept = list[Trial](), list[Trial]()
+        for layout in self._layouts:
+            for is_rra in (False, True):
+                found = self._within(layout, is_rra, (1 - WORTH) * max(
+                    (one.bound_qps for one in kept), default=0.0))
+                trials += found
+                kept += filter(self._is_kept, found)
         if not kept:
             raise self._refusal()
         return self._schedule(kept, trials, time.monotonic() - began)
@@ -103,19 +108,20 @@ class Placing:
                 found.append((part, self._plans.of(part).both(1, 0)))
         return found
 
-    def _within(self, layout: tuple[Problem, StagePlan], is_rra: bool) -> list[Trial]:
-        """Replays of the best blocks of a policy. Their program's limit is closer where a replay
-        with its margin takes longer than its program."""
+    def _within(self, layout: tuple[Problem, StagePlan], is_rra: bool,
+                least_qps: float) -> list[Trial]:
+        """Replays of the best blocks of a policy whose programs have `least_qps`. Their limit is
+        closer where a replay with its margin takes longer than its program."""
         trials, limit_s = list[Trial](), self.problem.constraint.latency_s
         factor = 1.0 if self._margins is None else self._margins.least_factor
         for _ in range(ROUNDS):
             found = list[tuple[Programs, Choice]]()
             for programs in self._programs(layout, is_rra, limit_s / factor):
                 best_qps = max((own.solution.qps for _, own in found), default=0.0)
-                blocks = programs.all()
+                blocks, wanted_qps = programs.all(), least_qps / programs.part.copies
                 self._tried += sum(map(len, blocks.values()))
                 found += [(programs, own) for own in best_blocks(
-                    blocks, REPLAYED, (1 - NEAR) * best_qps)]
+                    blocks, REPLAYED, max((1 - NEAR) * best_qps, wanted_qps))]
             found.sort(key=lambda one: -one[1].solution.qps)
             own = [one for each in found[:REPLAYED] if (one := self._trial(*each)) is not None]
             trials += own
