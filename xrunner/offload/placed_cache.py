@@ -29,8 +29,8 @@ class Piece(NamedTuple):
 
     `rows`: of the step's input. `slots`: of the group. `device`: where its cache is lent. One of
     `decoded` and `encoded` is set, with tensors on `device`. Its places and blocks are the lent
-    cache's, the same for every layer. `tokens`: cached before and after the step. `is_below`:
-    whether attention is computed where the entries lie, below the device."""
+    cache's, the same for every layer. `tokens`: cached before and after the step. `is_staged`:
+    whether entries are copied to the device."""
 
     rows: slice
     slots: range
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     decoded: contexts.DecodeContext | None
     encoded: contexts.EncodeContext | None
     tokens: Tokens
-    is_below: bool
+    is_staged: bool
 
 
 class _Buffer:
@@ -114,6 +114,8 @@ class PlacedCache(KvCache):
         for tier, own in enumerate(self._ranges):
             is_below = tier != DEVICE and not spans and placement.host_attention
             device, stop = CPU if is_below else self._tiers.device, start + len(counts)
+            is_staged = self.parts[tier].is_packed or (not is_below and (
+                tier == HOST or (tier == DISK and self._tiers.is_far)))
             for first in range(max(own.start, start), min(own.stop, stop), most):
                 slots = range(first, min(first + most, own.stop, stop))
                 low, high = first - start, slots.stop - start
@@ -129,7 +131,7 @@ class PlacedCache(KvCache):
                     decoded = contexts.decode_context([end for _, end in tokens], None, device,
                                                       table)
                 made.append(Piece(slice(ends[low], ends[high]), slots, tier, device, decoded,
-                                  encoded, tokens, is_below))
+                                  encoded, tokens, is_staged))
         return made
 
     def ahead(self, layer: int, piece: Piece) -> None:
@@ -139,8 +141,7 @@ class PlacedCache(KvCache):
         known, submit = [(0, first) for first, _ in piece.tokens], self._tiers.mover.submit
         has_entries, buffer = any(first for _, first in known), None
         before = [] if piece.tier == DEVICE else [*self._earlier]
-        is_staged = self._is_staged(piece)
-        if is_staged or part.file is not None:
+        if piece.is_staged or part.file is not None:
             idle = [own for own in self.buffers if not own.is_lent]
             assert idle, f"{piece.slots = }: a third piece at a time"
             buffer = min(idle, key=lambda own: own.last is not None and not own.last.done.is_set())
@@ -154,7 +155,7 @@ class PlacedCache(KvCache):
             if has_entries:
                 before = [submit("read", part.whole_bytes(known),
                                  partial(part.load, layer, row, known, lower), before)]
-        if is_staged:
+        if piece.is_staged:
             assert buffer is not None
             rows = part.near.view(buffer.staging, count)
             if has_entries:
@@ -179,7 +180,7 @@ class PlacedCache(KvCache):
         if lent.buffer is None:
             return
         after = list[Ticket]()
-        if lent.lower is not lent.rows:
+        if piece.is_staged:
             count = sum(end - first for first, end in piece.tokens)
             after = [submit("down", count * part.form.token_bytes, partial(
                 part.down, layer, row, piece.tokens, lent.lower, lent.rows))]
@@ -203,16 +204,12 @@ class PlacedCache(KvCache):
         """The part and the row of the piece's first slot."""
         return self.parts[piece.tier], piece.slots.start - self._ranges[piece.tier].start
 
-    def _is_staged(self, piece: Piece) -> bool:
-        """Whether the piece's entries are copied to the device."""
-        is_far = piece.tier == HOST or (piece.tier == DISK and self._tiers.is_far)
-        return self.parts[piece.tier].is_packed or (is_far and not piece.is_below)
-
     def _move(self, source: int, target: int, length: int) -> None:
         """Moves a request's entries to another slot, while nothing else is under way."""
         of = [next(tier for tier, own in enumerate(self._ranges) if slot in own)
               for slot in (source, target)]
-        one, other = (Piece(slice(0), range(slot, slot + 1), tier, CPU, None, None, tokens, True)
+        one, other = (Piece(slice(0), range(slot, slot + 1), tier, CPU, None, None, tokens,
+                            self.parts[tier].is_packed)
                       for slot, tier, tokens in ((source, of[0], [(length, length)]),
                                                  (target, of[1], [(0, length)])))
         part, row, (_, place) = *self._at(one), self._at(other)

@@ -6,13 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from examples import examples
+from holding import rule_of
 from hypothesis import given
 from hypothesis import strategies as st
+from replays import answers_of
 from torch import Tensor
+from toy_runs import run_in_process
+from toys import make_modern, random_queries
 
 from xgpt.core.errors import XgptError
 from xgpt.core.placement import TIERS, Placement, kv_block_tokens, sectors
@@ -219,3 +224,23 @@ def test_bytes_on_their_way(tmp_path: Path) -> None:
     assert (moved["read"], moved["write"]) == (LAYERS * 6 * block * token,
                                                LAYERS * 6 * block * token)
     tiers.mover.close()
+
+
+@pytest.mark.parametrize("policy", ["ft", "rra"])
+@pytest.mark.parametrize("own", [
+    {"kv": (0.0, 0.0, 1.0)}, {"kv": (0.2, 0.4, 0.4)}, {"kv": (0.2, 0.4, 0.4), "order": "row"}],
+    ids=str)
+def test_tokens_whose_entries_fill_many_blocks(tmp_path: Path, policy: str,
+                                               own: dict[str, Any]) -> None:
+    """Those of the model in memory, with keys and values read from the file."""
+    make_modern("llama", tmp_path / "model", head_dim=64)  # blocks of 16 tokens
+    queries = random_queries(17, longest=40)
+    settings = {"num_stages": 1, "rule": rule_of("ft", batch=8) if policy == "ft" else None}
+    wanted, _ = run_in_process(tmp_path / "model", queries, **settings)
+    settings["rule"] = rule_of("ft", batch=8) if policy == "ft" else None
+    found, (executor,) = run_in_process(
+        tmp_path / "model", queries, **settings,
+        placed=(placement_of(**own), tmp_path))
+    assert answers_of(found) == answers_of(wanted)
+    moved = executor.model.report(1.0).num_bytes
+    assert moved["read"] > 2 * moved["write"] > 0
