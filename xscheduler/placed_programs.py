@@ -107,8 +107,7 @@ class Programs:
                 each = times.encode_rows_s(kind.requests * self.work.inputs.mean)
                 each[..., -1] += times.ends_s(kind.requests)
             else:
-                each = times.decoder_layers * np.stack([grid(
-                    kind.requests, kind.context) for grid in times.grids.decode], axis=-1)
+                each = times.decode_s(kind.requests, kind.context)
             total += float(kind.often[0]) * float(each.max())
         return total
 

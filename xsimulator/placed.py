@@ -7,7 +7,7 @@ The terms are linear in the nine shares of a placement, so that replay, linear p
 have the same numbers. A link's latency is left out: copies are of many megabytes."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
-from xgpt.core.placement import DEVICE, DISK, HOST, Placement, layer_tensors
+from xgpt.core.placement import DISK, HOST, Placement, layer_tensors
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES
 from xprofiler.roofline import Roofline
@@ -29,13 +29,28 @@ from xsimulator.placed_terms import (
     READ,
     UP,
     WEIGHTS,
+    WRITE,
     PlacedStep,
     Terms,
-    TermsForm,
 )
 from xsimulator.stage_times import StageTimes
 
 PACKED_BYTES = 4.5 / 8  # of an element in 4 bits, with its part of scale and minimum
+Links = Sequence[tuple[int, Sequence[int]]]
+# links that bytes pass, and the tiers below which they lie
+_FETCHED = ((UP, (HOST, DISK)), (READ, (DISK,)))
+_STORED = ((DOWN, (HOST, DISK)), (WRITE, (DISK,)))
+_ROUND = ((UP, (HOST, DISK)), (DOWN, (HOST, DISK)))
+
+
+class _Copy(NamedTuple):
+    """[...] bytes of a kind over `links`, at the rate of `what`; seconds of widening or packing."""
+
+    kind: int
+    what: str
+    num_bytes: FloatArray
+    links: Links
+    packed_s: FloatArray | float = 0.0
 
 
 class PlacedSteps(StageTimes):
@@ -47,77 +62,60 @@ class PlacedSteps(StageTimes):
         """sharers: ranks of a node that share its tiers' rates (None: one on each device)."""
         super().__init__(layers, problem.cluster, stages)
         assert all(stage.tp_degree == 1 for stage in stages), f"{stages = }"
-        cluster = problem.cluster
-        self.placement, self._problem = placement, problem
+        cluster, self.placement, self._problem = problem.cluster, placement, problem
         self._sharers = sharers or cluster.devices_per_node * (
             problem.copies if cluster.num_nodes == 1 else 1)
-        facts = layers.timing.facts
-        self.serial_share = facts.serial_share if placement.overlap else 1.0
-        model = problem.model
-        self._entry_elements = model.kv_elements_per_token_layer
-        self._entry_bytes = PACKED_BYTES * self._entry_elements if placement.kv_bits == 4 else (
-            self._entry_elements * problem.kv_item_bytes)
-        self._width_bytes = model.num_heads * model.head_dim * DTYPE_BYTES[problem.dtype]
-        self._weight_bytes = PACKED_BYTES if placement.weight_bits == 4 else (
-            WEIGHT_BYTES[problem.weight_dtype])
-        self._head_elements = model.head_params if problem.has_head else 0
+        self.serial_share = layers.timing.facts.serial_share if placement.overlap else 1.0
+        self._width_bytes = (problem.model.num_heads * problem.model.head_dim
+                             * DTYPE_BYTES[problem.dtype])
 
     def encode_step(self, stage: int, requests: ArrayLike, tokens: ArrayLike | None = None,
                     batches: ArrayLike | None = None) -> PlacedStep:
         """The step that encodes `requests` with `tokens` in all (None: of mean length), as device
         batches of equal size. batches: their number (None: as few as hold the requests)."""
         count = np.asarray(requests, float)
-        rows = count * self._problem.lengths.inputs.mean if tokens is None else (
-            np.asarray(tokens, float) + 0 * count)
-        count = count + 0 * rows
+        rows = np.asarray(count * self._problem.lengths.inputs.mean if tokens is None else (
+            np.asarray(tokens, float) + 0 * count))
         loads, parts = self._loads(count, batches)
-        share = self._narrowed / max(self.decoder_layers[-1], 1) * (
-            stage == len(self.stages) - 1)
+        is_last = stage == len(self.stages) - 1
+        share = is_last * self._narrowed / max(self.decoder_layers[-1], 1)
         ends = count * self.layers.head_rows
         rest_s = (1 - share) * self.layers.encode_rest_s(rows / parts, 1)
         if share:
             rest_s = rest_s + share * self.layers.encode_rest_s(ends / parts, 1)
-        compute = parts * rest_s + count * self.mean_attention_s(count / parts)[1]
-        form = TermsForm(self, compute, "encode")
-        self._add_weights(form, self._layer_elements(rows, loads) * loads)
-        self._add_rows(form, rows)
-        return PlacedStep(int(self.decoder_layers[stage]), form.terms,
-                          self._head(stage, ends, parts, loads, "encode"),
-                          self._other_s(stage, rows, ends))
+        attention_s = count * self.mean_attention_s(count / parts)[1]
+        layer = self._terms("encode", parts * rest_s + attention_s, [
+            *self._weights(self._layer_elements(rows, loads) * loads), *self._written(rows)])
+        return self._step(stage, layer, "encode", rows, ends, (loads, parts))
 
     def decode_step(self, stage: int, requests: ArrayLike, context: ArrayLike,
                     batches: ArrayLike | None = None) -> PlacedStep:
         """The step that decodes a token of each of `requests`, with `context` tokens each, the
         decoded one included. batches: as of `encode_step`."""
         context = np.asarray(context, float)
-        count = np.asarray(requests, float) + 0 * context
+        count = np.asarray(np.asarray(requests, float) + 0 * context)
         loads, parts = self._loads(count, batches)
         rows = count / parts
-        attention = parts * self.layers.decode_attention_s(rows, context, 1)
-        rest_s = parts * self.layers.decode_rest_s(rows, 1)
-        form = TermsForm(self, rest_s, "decode")
-        self._add_weights(form, self._layer_elements(count, loads) * loads)
-        self._add_rows(form, count)
-        entries = count * np.maximum(context - 1, 0.0)
+        fixed = parts * self.layers.decode_rest_s(rows, 1)
+        on_device = on_host = parts * self.layers.decode_attention_s(rows, context, 1)
+        read = self._entries(count * np.maximum(context - 1, 0.0), _FETCHED)
         if self.placement.host_attention:
-            form.add(READ, KV, entries * self._entry_bytes, DISK)
-            on_host = attention if self._problem.cluster.device.kind == "cpu" else (
-                parts * self.below_s(Operator.HOST_ATTENTION, rows, context))
-            form.compute(KV, attention, DEVICE)
-            form.compute(KV, on_host, HOST, DISK)
-            for way in (UP, DOWN):  # queries down, results up
-                form.add(way, KV, count * self._width_bytes, HOST, DISK, what="hidden")
-        else:
-            form.terms.fixed[..., COMPUTE] += attention
-            form.copy(KV, entries * self._entry_bytes,
-                      self._unpack_s(self.placement.kv_bits, entries * self._entry_elements))
-        return PlacedStep(int(self.decoder_layers[stage]), form.terms,
-                          self._head(stage, count, parts, loads, "decode"),
-                          self._other_s(stage, count, count))
+            if self._problem.cluster.device.kind != "cpu":
+                on_host = parts * self._below_s(Operator.HOST_ATTENTION, rows, context)
+            # entries are read, queries go down and results up
+            read = [read[0]._replace(links=_FETCHED[1:]),
+                    _Copy(KV, "hidden", count * self._width_bytes, _ROUND)]
+        layer = self._terms("decode", fixed, [
+            *self._weights(self._layer_elements(count, loads) * loads), *self._written(count),
+            *read])
+        for tier, attention in enumerate((on_device, on_host, on_host)):
+            layer.by_share[..., COMPUTE, KV + tier] += attention
+        return self._step(stage, layer, "decode", count, count, (loads, parts))
 
     def seconds_per_byte(self, term: int, what: str, phase: str) -> float | None:
-        """See Links. The source's rate if it has one (TimingFacts.copy_rates), else the tier's,
-        divided among the node's ranks."""
+        """Seconds of a byte of weights, kv or hidden over the link of `term`, in a step that
+        encodes or decodes: at the source's rate if it has one (TimingFacts.copy_rates), else at the
+        tier's, divided among the node's ranks. None: there is no such link."""
         tier = self._problem.cluster.tier("host" if term in (UP, DOWN) else "disk")
         if tier is None:
             return None
@@ -126,20 +124,68 @@ class PlacedSteps(StageTimes):
         rate = rates.get(f"{what}-{tier.name}-{way}", link.bandwidth_bytes_per_s)
         return self._sharers / rates.get(f"{what}-{tier.name}-{way}-{phase}", rate)
 
-    def below_s(self, operator: Operator, x: FloatArray, y: ArrayLike = 0.0) -> FloatArray:
+    def _terms(self, phase: str, compute_s: FloatArray, copies: Sequence[_Copy]) -> Terms:
+        """The terms of a layer that computes for `compute_s` [...] and makes `copies`."""
+        shape = compute_s.shape
+        found = Terms(np.zeros((*shape, 5, 9)), np.zeros((*shape, 5)), np.zeros((*shape, 4, 9)))
+        found.fixed[..., COMPUTE] = compute_s
+        for kind, what, num_bytes, links, packed_s in copies:
+            for tier in (HOST, DISK):
+                found.by_share[..., COMPUTE, kind + tier] += packed_s
+            for term, tiers in links:
+                if (rate := self.seconds_per_byte(term, what, phase)) is None:
+                    continue
+                for tier in tiers:
+                    found.moved[..., term, kind + tier] += num_bytes
+                    found.by_share[..., term, kind + tier] += num_bytes * rate
+        return found
+
+    def _step(self, stage: int, layer: Terms, phase: str, rows: FloatArray, ends: FloatArray,
+              loads: tuple[FloatArray, FloatArray]) -> PlacedStep:
+        """The step with its head, embedding, messages and overhead. loads: as of `_loads`."""
+        head, times, parts = None, *loads
+        none = np.zeros((*rows.shape, len(self.stages)))
+        other_s: FloatArray = self._with_ends(none, rows)[..., stage]
+        if stage == len(self.stages) - 1:
+            other_s = other_s + self.first_tokens_s(ends) - self.layers.head_s(ends, 1)
+            if self._problem.has_head:
+                head = self._terms(phase, parts * self.layers.head_s(ends / parts, 1),
+                                   self._weights(self._problem.model.head_params * times))
+        return PlacedStep(int(self.decoder_layers[stage]), layer, head, other_s)
+
+    def _weights(self, elements: FloatArray) -> list[_Copy]:
+        bits = self.placement.weight_bits
+        of_one = PACKED_BYTES if bits == 4 else WEIGHT_BYTES[self._problem.weight_dtype]
+        return [_Copy(WEIGHTS, "weights", elements * of_one, _FETCHED,
+                      self._unpack_s(bits, elements))]
+
+    def _entries(self, tokens: FloatArray, links: Links) -> list[_Copy]:
+        bits, elements = (self.placement.kv_bits,
+                          tokens * self._problem.model.kv_elements_per_token_layer)
+        of_one = PACKED_BYTES if bits == 4 else self._problem.kv_item_bytes
+        return [_Copy(KV, "kv", elements * of_one, links, self._unpack_s(bits, elements))]
+
+    def _written(self, tokens: FloatArray) -> list[_Copy]:
+        """The new entries of `tokens`, and their hidden states up and down; in row order these
+        stay where they are used."""
+        hidden = _Copy(HIDDEN, "hidden", tokens * self.layers.row_bytes,
+                       ((UP, (HOST,)), (DOWN, (HOST,))))
+        return self._entries(tokens, _STORED) + [hidden] * (self.placement.order == "zigzag")
+
+    def _unpack_s(self, bits: int, elements: FloatArray) -> FloatArray | float:
+        """Seconds to widen (or, as quickly, pack) elements that have `bits` below the device."""
+        return 0.0 if bits != 4 else self._below_s(Operator.UNPACK, elements)
+
+    def _below_s(self, operator: Operator, x: FloatArray, y: ArrayLike = 0.0) -> FloatArray:
         """Seconds of an operator on bytes below the device; by the roofline where the source has
         not measured it."""
         try:
             self._timing.reach(operator, 1)
         except XgptError:
-            return self._roofline.operator_s(operator, x, y)
+            own = self._problem
+            return Roofline(own.model, own.cluster.device, own.dtype, kv_dtype=own.kv_dtype
+                            ).operator_s(operator, x, y)
         return self._timing.operator_s(operator, x, y)
-
-    @cached_property
-    def _roofline(self) -> Roofline:
-        own = self._problem
-        return Roofline(own.model, own.cluster.device, own.dtype, weight_dtype=own.weight_dtype,
-                        kv_dtype=own.kv_dtype)
 
     def _loads(self, count: FloatArray, batches: ArrayLike | None) -> tuple[FloatArray, FloatArray]:
         """(times that a step loads the weights, its device batches)."""
@@ -150,48 +196,7 @@ class PlacedSteps(StageTimes):
     def _layer_elements(self, rows: FloatArray, loads: FloatArray) -> FloatArray:
         """[...] elements of a layer's products that `rows` use, for each time they are loaded: of a
         mixture only the experts that are reached."""
-        fixed, expert = self._elements
-        experts = self._problem.model.decoder.experts
-        return fixed + (0 if experts is None else expert * experts.hit(rows / loads)) + 0 * rows
-
-    @cached_property
-    def _elements(self) -> tuple[int, int]:
-        """(elements of a layer's products without experts, those of one expert)."""
-        tensors = layer_tensors(self._problem.model)
-        of_experts = [own.elements for own in tensors if own.name.startswith("expert.")]
-        each = 0 if not of_experts else of_experts[0] + of_experts[1]
-        return sum(own.elements for own in tensors) - sum(of_experts), each
-
-    def _head(self, stage: int, rows: FloatArray, parts: FloatArray, loads: FloatArray,
-              phase: str) -> Terms | None:
-        if stage != len(self.stages) - 1 or not self._head_elements:
-            return None
-        form = TermsForm(self, parts * self.layers.head_s(rows / parts, 1), phase)
-        self._add_weights(form, self._head_elements * loads)
-        return form.terms
-
-    def _add_weights(self, form: TermsForm, elements: FloatArray) -> None:
-        """Adds the copies of `elements` of weights."""
-        form.copy(WEIGHTS, elements * self._weight_bytes,
-                  self._unpack_s(self.placement.weight_bits, elements))
-
-    def _add_rows(self, form: TermsForm, tokens: FloatArray) -> None:
-        """Adds the new entries of `tokens`, and their hidden states up and down; in row order these
-        stay where they are used."""
-        form.store(KV, tokens * self._entry_bytes,
-                   self._unpack_s(self.placement.kv_bits, tokens * self._entry_elements))
-        if self.placement.order == "zigzag":
-            for way in (UP, DOWN):
-                form.add(way, HIDDEN, tokens * self.layers.row_bytes, HOST)
-
-    def _unpack_s(self, bits: int, elements: FloatArray) -> FloatArray | float:
-        """Seconds to widen (or, as quickly, pack) elements that have `bits` below the device."""
-        return 0.0 if bits != 4 else self.below_s(Operator.UNPACK, elements)
-
-    def _other_s(self, stage: int, rows: FloatArray, ends: FloatArray) -> FloatArray:
-        """[...] seconds of embedding `rows`, messages of rows and tokens, and overhead."""
-        none = np.zeros((*rows.shape, len(self.stages)))
-        total: FloatArray = self._with_ends(none, rows)[..., stage]
-        if stage == len(self.stages) - 1:
-            total = total + self.first_tokens_s(ends) - self.layers.head_s(ends, 1)
-        return total
+        experts, tensors = self._problem.model.decoder.experts, layer_tensors(self._problem.model)
+        routed = sum(own.elements for own in tensors if own.name.startswith("expert."))
+        share = 1.0 if experts is None else experts.hit(rows / loads) / experts.count
+        return sum(own.elements for own in tensors) - routed * (1 - share) + 0 * rows

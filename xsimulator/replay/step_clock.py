@@ -70,15 +70,14 @@ class StepClock:
         self._cross = _RowTimes(times.cross_kv_s) if is_encoder_decoder else None
         self._first_tokens = _RowTimes(lambda n: times.first_tokens_s(n)[..., None])
         self._ends = _RowTimes(lambda n: times.ends_s(n)[..., None])
-        grids = grids_of(times)
+        *grids, of_stages = grids_of(times)
         self._attention, self._compaction = (
-            [_GridTimes(seconds, max_context) for seconds in kind]
-            for kind in (grids.decode, grids.compaction))
+            [_GridTimes(seconds, max_context) for seconds in kind] for kind in grids)
         self._inputs = _EncodeAttention(times, max_context)
         self._is_apart = is_encoder_decoder  # encoder and decoder layers share no pass
         self._decode_layers, self._encode_layers = (
             [(int(count), grid)
-             for count, grid in zip(layers, grids.of_stages, strict=True)]
+             for count, grid in zip(layers, of_stages, strict=True)]
             for layers in (times.decoder_layers, times.encode_layers))
         # as csrc/replay/step_times.h numbers them
         self._tables: list[Blocks] = [
