@@ -3,10 +3,10 @@ machine, which its authors fitted to their own runs (FMInference/FlexLLMGen, Apa
 `flexgen.json` holds them by their names there: bandwidths in GiB/s, operations in TFLOP/s.
 
 `ctog_bdw_cache` (entries from host to device) and `gpu_bdw` (device memory) are not among theirs.
-Embedding, output head, sampling and a step's overhead take no time, as in their model."""
+Embedding, output head, sampling and a step's overhead take no time, as in their model. The slower
+host attention of few requests or small models (c1, c2, c3: some per cent) is left out."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +15,12 @@ from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
 from xgpt.core.model import ModelSpec, active_layer_params
 from xgpt.core.placement import layer_tensors
-from xprofiler.importers.draft import (
-    MAX_ROWS,
-    Fault,
-    ProfileDraft,
-    Source,
-    fail,
-    samples_at,
-)
+from xprofiler.importers.draft import MAX_ROWS, Fault, ProfileDraft, Source, fail, samples_at
 from xprofiler.profile import COPY, STEP_OVERHEAD, Profile, TableKey
 from xprofiler.timing import Operator
 
 FILE = "flexgen.json"
 GIB, TERA = 2.0**30, 1e12
-_RATES = ("ctog_bdw", "ctog_bdw_cache", "gtoc_bdw_cache", "gtoc_bdw_hidden", "dtoc_bdw",
-          "ctod_bdw_cache_p", "ctod_bdw_g", "gpu_bdw", "mm_flops_p", "mm_flops_g", "bmm_flops_p",
-          "bmm_flops_g", "cpu_flops", "c1", "c2", "c3")
-_UNUSED = ("machine", "source", "ctod_bdw_hidden_p")  # hidden states never lie on disk
 # constant and factor of each copy (TimingFacts.copy_rates). Weights are read from disk at 0.95 of
 # its rate while decoding, as the released code has it.
 _COPIES = {
@@ -40,7 +29,11 @@ _COPIES = {
     "kv-host-down": ("gtoc_bdw_cache", 1.0), "kv-disk-up": ("dtoc_bdw", 1.0),
     "weights-disk-up": ("dtoc_bdw", 1.0), "weights-disk-up-decode": ("dtoc_bdw", 0.95),
     "kv-disk-down-encode": ("ctod_bdw_cache_p", 1.0), "kv-disk-down-decode": ("ctod_bdw_g", 1.0)}
-_ROWS = np.array([1.0, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512])
+_PRODUCTS = {Operator.LAYER_REST: "mm_flops_p", Operator.DECODE_REST: "mm_flops_g"}
+_ATTENTION = {Operator.DECODE_ATTENTION: "bmm_flops_g", Operator.HOST_ATTENTION: "cpu_flops"}
+_RATES = ("gpu_bdw", "bmm_flops_p", *dict.fromkeys(key for key, _ in _COPIES.values()),
+          *_PRODUCTS.values(), *_ATTENTION.values())
+_UNUSED = ("machine", "source", "ctod_bdw_hidden_p", "c1", "c2", "c3")
 
 
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
@@ -55,37 +48,26 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
     source = Source("FlexGen", "FlexGen's cost model", "004ffef", "", "")
     source.check(path, model, dtype)
     draft, hidden = ProfileDraft(model, device, dtype), model.num_heads * model.head_dim
-    layer_bytes = 2.0 * sum(tensor.elements for tensor in layer_tensors(model))
-    flops, floor_s = 2.0 * active_layer_params(model), layer_bytes / (constants["gpu_bdw"] * GIB)
-    for operator, rate in ((Operator.LAYER_REST, "mm_flops_p"), (Operator.DECODE_REST,
-                                                                  "mm_flops_g")):
-        of_row = flops / (constants[rate] * TERA)
+    flops, layer_bytes = (2.0 * active_layer_params(model),
+                          2.0 * sum(tensor.elements for tensor in layer_tensors(model)))
+    floor_s = layer_bytes / (constants["gpu_bdw"] * GIB)
+    for operator, key in _PRODUCTS.items():
+        of_row = flops / (constants[key] * TERA)
         rows = np.array(sorted({1.0, max(floor_s / of_row, 1.0), float(MAX_ROWS)}))
         draft.add(operator, 1, samples_at(rows, np.maximum(rows * of_row, floor_s)))
-    tokens = np.array([1.0, MAX_ROWS])
+    ends = np.array([1.0, MAX_ROWS])
+    x, y = (axis.ravel() for axis in np.meshgrid(ends, ends))
     draft.add(Operator.ENCODE_ATTENTION, 1, samples_at(
-        tokens, 4 * tokens**2 * hidden / (constants["bmm_flops_p"] * TERA)))
-    x, y = (axis.ravel() for axis in np.meshgrid(_ROWS, tokens))
-    pairs = 4.0 * x * y * hidden / TERA
-    draft.add(Operator.DECODE_ATTENTION, 1, samples_at(x, pairs / constants["bmm_flops_g"], y))
-    draft.add(Operator.HOST_ATTENTION, 1, samples_at(x, pairs / _host_flops(constants, x, model),
-                                                     y))
+        ends, 4 * ends**2 * hidden / (constants["bmm_flops_p"] * TERA)))
+    for operator, key in _ATTENTION.items():
+        draft.add(operator, 1, samples_at(x, 4 * x * y * hidden / (constants[key] * TERA), y))
     for operator in (Operator.EMBED, Operator.HEAD, Operator.KV_COMPACTION):
-        draft.add(operator, 1, samples_at([1.0, MAX_ROWS], [0.0, 0.0]))
+        draft.add(operator, 1, samples_at(ends, [0.0, 0.0]))
     draft.tables[TableKey(STEP_OVERHEAD)] = tuple(samples_at([0.0], [0.0]))
     for name, (key, share) in _COPIES.items():
         draft.tables[TableKey(COPY, 1, name)] = tuple(samples_at(
             [GIB], [1 / (constants[key] * share)]))
     return draft.profile(source, f"constants of {constants.get('machine', path.name)}")
-
-
-def _host_flops(constants: dict[str, float], rows: np.ndarray, model: ModelSpec) -> np.ndarray:
-    """TFLOP/s of the host's attention for `rows` requests, by the released code's correction for
-    few of them and for small models."""
-    few = np.maximum(np.log2(64 / rows), 0.0)
-    small = max(math.log2(4096 / model.hidden_size), 0.0)
-    factor = 1 + (constants["c1"] * few * small - constants["c2"] * few - constants["c3"] * small)
-    return constants["cpu_flops"] * np.maximum(factor, 0.1)
 
 
 def _read(path: Path) -> dict[str, float]:
@@ -96,8 +78,10 @@ def _read(path: Path) -> dict[str, float]:
         raise wrong(path, "file", None, f"a readable JSON file of constants: {cause}") from None
     if not isinstance(raw, dict):
         raise wrong(path, "file", None, "an object of constants by name")
-    fail(path, [Fault(None, key, raw.get(key), "a number above 0 (GiB/s or TFLOP/s)")
-                for key in _RATES if not (isinstance(raw.get(key), (int, float)) and raw[key] > 0)])
-    fail(path, [Fault(None, key, raw[key], f"no other keys than {', '.join(_RATES + _UNUSED)}")
-                for key in raw if key not in _RATES + _UNUSED])
+    known = (*_RATES, *_UNUSED)
+    fail(path, [
+        *(Fault(None, key, raw.get(key), "a number above 0 (GiB/s or TFLOP/s)") for key in _RATES
+          if not (isinstance(raw.get(key), (int, float)) and raw[key] > 0)),
+        *(Fault(None, key, raw[key], f"no other keys than {', '.join(known)}") for key in raw
+          if key not in known)])
     return raw
