@@ -5,7 +5,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,10 +62,13 @@ class WeightsFile:
     def read(self, names: Sequence[str], into: Tensor) -> None:
         """Reads tensors, one after the other, into memory [bytes] uint8 of an Arena; neighbours in
         the file by one request. Raises XgptError."""
-        at, memory = 0, raw(into)
-        for first, end in self._runs(names):
-            self.file.read(first, memory[at:at + end - first])
-            at += end - first
+        done = taken = 0
+        for name, following in zip_longest(names, names[1:]):
+            taken += self.num_bytes([name])
+            own, other = self.stored[name], self.stored.get(following or "")
+            if other is None or other.offset != own.end:
+                self.file.read(own.end - taken + done, raw(into[done:taken]))
+                done = taken
 
     def views(self, names: Sequence[str], memory: Tensor) -> list[Tensor]:
         """The tensors that `read` has put into `memory`, or a copy of it on a device."""
@@ -101,19 +105,6 @@ class WeightsFile:
     def close(self) -> None:
         """Closes the file, which stays on the disk for later runs."""
         self.file.close()
-
-    def _runs(self, names: Sequence[str]) -> Iterator[tuple[int, int]]:
-        """First and last bytes of stretches of the file that hold these tensors."""
-        first = end = -1
-        for name in names:
-            stored = self.stored[name]
-            if stored.offset != end:
-                if first >= 0:
-                    yield first, end
-                first = stored.offset
-            end = stored.end
-        if first >= 0:
-            yield first, end
 
 
 class Writer:

@@ -72,15 +72,7 @@ class Product:
         tensor, and `place` exchanges it. A weight on "meta" gets the layout alone. Raises XgptError
         if `run.deterministic` needs another layout."""
         assert self.weight is not None, "packed twice"
-        weight, is_int8, dtype = self.weight, dtype == torch.int8, activations_of(dtype)
-        self.bias = None if self.bias is None else self.bias.to(dtype)
-        if is_int8:
-            self._other, self.weight = Int8Rows(weight), None
-        elif device_type == "cpu" and dtype == torch.bfloat16 and is_pairs_served():
-            self._other = PairsWeight(weight.to(dtype), is_gated=self._is_gated)
-            self.weight = None
-        else:
-            self.weight = weight.to(dtype).contiguous()
+        self._pack_as(self.weight, dtype, movable_on=device_type)
         if invariant.is_deterministic() and not self._is_row_by_row:
             raise XgptError("run.deterministic: weights that do not stay on the device are not "
                             f"multiplied row by row as {str(dtype).removeprefix('torch.')} on this "
@@ -121,18 +113,22 @@ class Product:
         exact."""
         return isinstance(self._other, _MOVABLE) and self._activation in _EXACT
 
-    def _pack_as(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def _pack_as(self, weight: Tensor, dtype: torch.dtype, movable_on: str | None = None) -> None:
         is_int8, dtype = dtype == torch.int8, activations_of(dtype)
         if is_int8 and 0 not in weight.shape:
-            self._other, self.weight = Int8Weight(weight), None
+            self._other = Int8Weight(weight) if movable_on is None else Int8Rows(weight)
+            self.weight = None
             self.bias = None if self.bias is None else self.bias.to(dtype)
             return
         self.weight = weight.to(dtype)
         self.bias = None if self.bias is None else self.bias.to(dtype)
-        if weight.is_cpu and dtype == torch.bfloat16 and 0 not in weight.shape and (
-                is_pairs_served()):
+        is_cpu = weight.is_cpu if movable_on is None else movable_on == "cpu"
+        if is_cpu and dtype == torch.bfloat16 and 0 not in weight.shape and is_pairs_served():
             self._other = PairsWeight(self.weight, is_gated=self._is_gated)
             self.weight = None
+            return
+        if movable_on is not None:
+            self.weight = self.weight.contiguous()
             return
         if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
             return

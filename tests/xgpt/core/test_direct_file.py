@@ -103,10 +103,30 @@ def test_a_scratch_file_has_no_name_and_is_gone_with_its_process(tmp_path):
     file = DirectFile(tmp_path / "kv", 2**20, is_scratch=True)
     assert not list(tmp_path.iterdir())
     file.write(0, memory(SECTOR, 4))
-    back = memory(SECTOR)
+    other, back = DirectFile(tmp_path / "kv", 2**20, is_scratch=True), memory(SECTOR)
+    other.write(0, memory(SECTOR, 5))
     file.read(0, back)
-    assert set(back) == {4}
+    assert set(back) == {4}, "another rank's file of the same name is another file"
     file.close()
+    other.close()
+
+
+def test_ranks_make_their_scratch_files_at_once(tmp_path):
+    failed = []
+
+    def work(own: int) -> None:
+        try:
+            for _ in range(50):
+                DirectFile(tmp_path / "kv", SECTOR, is_scratch=True).close()
+        except XgptError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(own,)) for own in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and not list(tmp_path.iterdir())
 
 
 def test_several_threads_use_one_file(tmp_path):

@@ -5,6 +5,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,16 +48,18 @@ class DirectFile:
     def __init__(self, path: Path, num_bytes: int | None = None, *,
                  is_scratch: bool = False) -> None:
         """num_bytes: makes a file of so many bytes, which may grow; None: opens one for reading.
-        is_scratch: without a name from now on, so that it goes however the process ends. Raises
+        is_scratch: a file beside `path` without a name, which goes however the process ends. Raises
         XgptError."""
         self.path, self.bytes_read, self.bytes_written, self._is_direct = path, 0, 0, True
         new = 0 if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
-            self._file = os.open(path, new | os.O_CLOEXEC, 0o600)
+            if is_scratch:  # a name of its own: ranks may open theirs at once
+                self._file, name = tempfile.mkstemp(prefix=f"{path.name}-", dir=path.parent)
+                os.unlink(name)
+            else:
+                self._file = os.open(path, new | os.O_CLOEXEC, 0o600)
             self._set_direct(True)
             if num_bytes is not None:
-                if is_scratch:
-                    path.unlink()
                 # reserved now: a full disk ends the run at its start, not in the night
                 os.posix_fallocate(self._file, 0, sectors(max(num_bytes, 1)))
             self.num_bytes = os.fstat(self._file).st_size
@@ -106,25 +109,20 @@ class DirectFile:
         assert offset % SECTOR == len(data) % SECTOR == 0, f"{offset = } {len(data) = }"
         done = 0
         while done < len(data):
+            part, at = data[done:done + _REQUEST_BYTES], offset + done
             try:
-                moved = self._request(offset + done, data[done:done + _REQUEST_BYTES],
-                                      is_write=is_write)
+                moved = (os.pwritev if is_write else os.preadv)(self._file, [part], at)
+                if not self._is_direct:
+                    if is_write:
+                        os.fdatasync(self._file)  # only pages on the disk can be dropped
+                    os.posix_fadvise(self._file, at, moved, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 if error.errno == errno.EINVAL and self._is_direct:
                     self._set_direct(False)
                     continue
                 raise XgptError(f"{self.path}: {'writing' if is_write else 'reading'} at byte "
-                                f"{offset + done:,} failed: {error.strerror}") from None
+                                f"{at:,} failed: {error.strerror}") from None
             if moved == 0:
-                raise XgptError(f"{self.path}: ended at byte {offset + done:,} of "
+                raise XgptError(f"{self.path}: ended at byte {at:,} of "
                                 f"{self.num_bytes:,}: another program has shortened it")
             done += moved
-
-    def _request(self, offset: int, part: memoryview, *, is_write: bool) -> int:
-        """Bytes moved by one request of the system."""
-        moved = (os.pwritev if is_write else os.preadv)(self._file, [part], offset)
-        if not self._is_direct:
-            if is_write:
-                os.fdatasync(self._file)  # only pages on the disk can be dropped
-            os.posix_fadvise(self._file, offset, moved, os.POSIX_FADV_DONTNEED)
-        return moved

@@ -1,5 +1,5 @@
-"""Rates of this machine's memories below its devices, measured as a run uses them: by one thread,
-the disk past the page cache. Free of torch."""
+"""This machine's memories below its devices. The disk is measured as a run uses it: by one thread,
+past the page cache. Free of torch."""
 
 import mmap
 import shutil
@@ -20,16 +20,16 @@ _MOST_S = 0.5  # chosen: for writing, and for reading
 
 
 def measured_tiers(folder: Path, host_link: Link | None = None) -> tuple[Tier, ...]:
-    """This machine's host memory and the disk of `folder`, in about a second. `host_link`: the bus
-    to its devices; None: for CPU ranks, a copy within the memory. Raises XgptError, with the
-    requirement that `folder` fails."""
+    """The disk of `folder`, measured in about a second, and before it this machine's host memory
+    if its devices have memory of their own: `host_link` is the bus to them. Raises XgptError, with
+    the requirement that `folder` fails."""
     if (reason := why_no_disk(folder, _PARTS * _PART_BYTES)) is not None:
         raise XgptError(reason)
-    host = host_link or _copying()
     read, write = _disk(folder)
-    return (Tier(name="host", memory_bytes=available_memory_bytes(), up=host, down=host,
-                 attention=True),
-            Tier(name="disk", memory_bytes=shutil.disk_usage(folder).free, up=read, down=write))
+    disk = Tier(name="disk", memory_bytes=shutil.disk_usage(folder).free, up=read, down=write)
+    return (disk,) if host_link is None else (
+        Tier(name="host", memory_bytes=available_memory_bytes(), up=host_link, down=host_link,
+             attention=True), disk)
 
 
 def _disk(folder: Path) -> tuple[Link, Link]:
@@ -51,17 +51,6 @@ def _disk(folder: Path) -> tuple[Link, Link]:
         return read_link, write_link
     finally:
         file.close()
-
-
-def _copying() -> Link:
-    """A copy within the host's memory by one core; the best of three."""
-    with memoryview(mmap.mmap(-1, 8 * _PART_BYTES)) as memory:
-        half = len(memory) // 2
-        memory[:] = b"\1" * len(memory)  # pages that were never written lie in no memory
-        taken = min(_timed(lambda: memory.__setitem__(slice(half, None), memory[:half]))
-                    for _ in range(3))
-    return Link(name="memory", bandwidth_bytes_per_s=half / taken, latency_s=0.0,
-                source="measured: a copy by one core")
 
 
 def _repeated(call: Callable[[int], object]) -> list[float]:
