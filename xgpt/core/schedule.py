@@ -88,8 +88,9 @@ class Estimate:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the policy of every shape encodes shared prefixes once."""
-        return all(policy(shape.policy).shares_prefixes for shape in (self, *self.others))
+        """Whether the policy of every shape encodes shared prefixes once; no placed cache does."""
+        return all(policy(shape.policy).shares_prefixes and not any(
+            pool.placement for pool in shape.deployment.pools) for shape in (self, *self.others))
 
     @property
     def shapes(self) -> tuple[Estimate, ...]:

@@ -84,12 +84,12 @@ def uses_kv_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
             raise wrong(job.source, "run.kv_layout", wish, f"auto or blocks with {estimate.policy}:"
                         " continuous batching leaves queries where they are, in blocks")
         return False  # those rules use blocks of their own
-    if any(pool.placement for pool in estimate.all_pools):
-        return False  # entries on tiers lie in rows
-    is_able = not is_encoder_decoder and any(
+    is_placed = any(pool.placement for pool in estimate.all_pools)  # whose entries lie in rows
+    is_able = not is_encoder_decoder and not is_placed and any(
         kv_budget(rule, in_blocks=True) is not None for rule in rules)
     if wish == "blocks" and not is_able:
-        what = "an encoder-decoder model" if is_encoder_decoder else estimate.policy
+        what = "an encoder-decoder model" if is_encoder_decoder else (
+            "a placement" if is_placed else estimate.policy)
         raise wrong(job.source, "run.kv_layout", wish, f"auto or rows with {what}, whose entries "
                     "lie in rows alone")
     is_usual = opened.problem.cluster.device.kind == "gpu" or shares_prefixes(
