@@ -18,7 +18,7 @@ from xrunner.engine.kv import KvCache
 from xrunner.models.decoder import DecoderEnds, DecoderLayer, Mixture
 from xrunner.models.passes import Pass
 from xrunner.models.stage_model import PIECE_TOKENS, StageModel, StageReader
-from xrunner.models.weights import WeightSource
+from xrunner.models.weights import PlacedWeights, WeightSource
 from xrunner.offload.arena import Arena
 from xrunner.offload.kv_parts import Tiers
 from xrunner.offload.lender import Lender
@@ -57,8 +57,8 @@ class PlacedStage(StageModel):
                  dtype: torch.dtype, tiers: Tiers, identity: str,
                  weight_dtype: torch.dtype | None = None) -> None:
         """`identity`: of the model's files, for the file of its weights. Raises XgptError."""
-        self.tiers, self._key = tiers, {"model": identity, "first": stage.first_layer,
-                                        "layers": stage.num_layers}
+        self.tiers, self._source = tiers, weights
+        self._key = {"model": identity, "first": stage.first_layer, "layers": stage.num_layers}
         super().__init__(spec, weights, stage, dtype, device=tiers.device,
                          weight_dtype=weight_dtype)
 
@@ -68,7 +68,8 @@ class PlacedStage(StageModel):
         file = weights_file(
             tiers.folder, {**self._key, "dtype": str(self.dtype), "held": str(self.as_type),
                            "device": self.device.type}, placement.weight_bits,
-            lambda writer: write_stage(writer, read, count, pack))
+            lambda writer: write_stage(writer, read._replace(
+                weights=PlacedWeights(self._source, CPU, self.work_dtype)), count, pack))
         self.lender = lender = Lender(file, tiers.arenas, tiers.mover, self.device)
         shapes = Shapes(read.weights, self.spec)
         where = stage_tiers(self.spec, count, placement.weights, is_first=self.is_first,
