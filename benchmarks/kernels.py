@@ -24,6 +24,7 @@ from xrunner.ops import kv_entries as kv
 from xrunner.ops.attention import decode_attention, encode_attention
 from xrunner.ops.contexts import decode_context, encode_context, layers_of, whole_inputs
 from xrunner.ops.cpu import native
+from xrunner.ops.four_bits import pack, unpack
 from xrunner.ops.output_head import OutputHead
 from xrunner.rules.slots import compaction_moves
 
@@ -63,7 +64,8 @@ def main() -> None:
 
 def table(threads: int) -> list[str]:
     copied, read = copy_bytes_per_s(), read_bytes_per_s()
-    rows = [*copies(copied), *decoding(read), *encoding(), *choosing()]
+    rows = [*copies(copied), *decoding(read), *encoding(), *choosing(),
+            *unpacking(2 * copied)]
     return [
         f"# Native operators on {cpu()}", "",
         f"{today()}; {threads} threads, {native.LEVELS[level()]}, "
@@ -134,6 +136,20 @@ def choosing() -> list[Row]:
         x = torch.randn(count, HIDDEN)
         found.append(compare(f"head and the largest logit, {count} queries (GFLOP/s)",
                              2 * count * HIDDEN * VOCABULARY, None, lambda x=x: head.best(x)))
+    return found
+
+
+def unpacking(peak: float) -> list[Row]:
+    """A weight out of 4 bits and into them, larger than the caches; bytes read and written."""
+    found = []
+    for dtype in (DTYPE, torch.float32):
+        weight = torch.randn(4096, 8192).to(dtype)
+        packed, out = pack(weight), torch.empty_like(weight)
+        amount, name = weight.nbytes + packed.nbytes, str(dtype).removeprefix("torch.")
+        found.append(compare(f"4 bits to {name}, {weight.numel():,} elements", amount, peak,
+                             lambda p=packed, o=out: unpack(p, o)))
+        found.append(compare(f"{name} to 4 bits, {weight.numel():,} elements", amount, peak,
+                             lambda w=weight: pack(w)))
     return found
 
 
