@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from xgpt.core.placement import DEVICE, TIERS, PlacedFigures, Placement, StepTerms, TierBytes
+from xgpt.core.placement import (
+    DEVICE,
+    TIERS,
+    AskedPlacement,
+    PlacedFigures,
+    Placement,
+    StepTerms,
+    TierBytes,
+)
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_bytes
@@ -103,9 +111,11 @@ def lacking(programs: Programs) -> str:
     """Words for what the smallest block lacks: its bytes on each tier, below which no placement
     is."""
     has_host, has_disk = programs.memory.room[1:] > 0
-    below = (0.0, float(not has_disk), float(has_disk))
-    least = replace(programs.options, weights=below, kv=below,
-                    hidden=(0.0, 1.0, 0.0) if has_host else (1.0, 0.0, 0.0))
+    below, asked = (0.0, float(not has_disk), float(has_disk)), programs.part.fixed.placement
+    hidden = (0.0, 1.0, 0.0) if has_host else (1.0, 0.0, 0.0)
+    given = asked or AskedPlacement()
+    least = replace(programs.options, weights=given.weights or below, kv=given.kv or below,
+                    hidden=given.hidden or hidden)
     held = programs.held_bytes(least, 1).max(axis=0)
     words = []
     for tier, name in enumerate(TIERS):
@@ -115,4 +125,4 @@ def lacking(programs: Programs) -> str:
                              "two layers' buffers and activations"), strict=True) if own]
             words.append(f"{name}: {', '.join(parts) or 'nothing'}; "
                          f"{format_bytes(programs.memory.room[tier])} can be used")
-    return f"needs for a single request, with all of it as low as it may lie, {'. '.join(words)}"
+    return f"needs for one request, as far from the device as it may lie: {'. '.join(words)}"

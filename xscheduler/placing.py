@@ -173,6 +173,7 @@ class Placing:
         best = max(kept, key=lambda one: one.estimate.figures.throughput_qps)
         schedule = self._of_trial(best, trials, seconds)
         if is_short(self.problem, schedule):
+            kept = sorted(kept, key=lambda one: -one.estimate.figures.throughput_qps)[:REPLAYED]
             walls = [(math.inf if (job := self._evaluator.job(one.estimate, 1)) is None else
                       job.wall_s) for one in kept]
             best = kept[int(np.argmin(walls))]
@@ -200,22 +201,20 @@ class Placing:
         """The error for no block within the limits: with the quickest one's latency, or with the
         bytes of the smallest."""
         quickest_s, smallest = math.inf, None
-        limit_s = self.problem.constraint.latency_s
         for layout in self._layouts:
             for programs in (own for is_rra in (False, True)
                              for own in self._programs(layout, is_rra, math.inf)):
                 smallest = smallest or programs
-                least = next(iter(programs.all().values()))
-                program = least[min(least)]()
-                if (solution := program.solve()) is not None:
-                    quickest_s = min(quickest_s, program.period_s(
-                        solution.shares, is_watched=True))
+                batch, least = next(iter(programs.all().items()))
+                one = best_blocks({batch: {min(least): least[min(least)]}})
+                trial = self._trial(programs, one[0]) if one else None
+                quickest_s = min(quickest_s, self._needed_s(trial) if trial else math.inf)
         if math.isfinite(quickest_s):
-            factor = 1.0 if self._margins is None else self._margins.least_factor
-            least_s = seconds_up(quickest_s * factor)
+            least_s = seconds_up(quickest_s)
             return InfeasibleError(
-                f"no schedule keeps the limit of {format_seconds(limit_s)}: weights and KV cache "
-                f"lie partly below the devices, and the quickest block takes {least_s} s",
+                "no schedule keeps the limit of "
+                f"{format_seconds(self.problem.constraint.latency_s)}: weights and KV cache lie "
+                f"partly below the devices, and the quickest block takes {least_s} s",
                 float(least_s))
         return InfeasibleError("no schedule: there is too little memory. " + (
             "No policy has the values that the job fixes" if smallest is None else
