@@ -20,7 +20,7 @@ from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.system.whole_file import write_atomically
-from xgpt.report import figures, placement_words, words
+from xgpt.report import figures, offload_words, words
 from xgpt.report import run_charts as charts
 from xgpt.report.chart import PALETTE, Chart
 from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent, plain, quantity
@@ -89,7 +89,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
         "tiles": _tiles(metrics, check) + _cost(output, metrics),
         "comparisons": figures.comparisons(metrics),
         "replicas": replica_rows(metrics),
-        "offload": placement_words.offload_rows(metrics),
+        "offload": offload_words.offload_rows(metrics),
         "unpredicted": figures.why_not_predicted(metrics),
         "schedule": schedule,
         "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools

@@ -12,9 +12,22 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
 from xgpt.core.units import EIGHT_BITS, format_bytes, format_seconds
 from xgpt.report.figures import percent, plain, rates
-from xgpt.report.placement_words import placement_facts, placement_tables
-from xgpt.report.table import OF_JOB, alternative_cells, fact, paragraph, table
-from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
+from xgpt.report.table import (
+    OF_JOB,
+    alternative_cells,
+    fact,
+    paragraph,
+    placement_tables,
+    table,
+)
+from xgpt.report.words import (
+    PROSPECTS,
+    controls_line,
+    counted,
+    placement,
+    placement_facts,
+    prospect_words,
+)
 from xprofiler.calibration import Calibrated
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
@@ -120,7 +133,7 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     if schedule.placed is None:
         yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
                          f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")
-    yield from placement_facts(schedule, problem)
+    yield from placement_facts(schedule, problem.model.name)
     yield "times", times.source
     if times.by_engine:
         yield "others", "; ".join(f"{engine} {format_seconds(seconds)}" for engine, seconds in

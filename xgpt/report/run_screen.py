@@ -8,8 +8,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import BoundCheck, comparisons
+from xgpt.report.offload_words import offload_words
 from xgpt.report.output import number, text_at
-from xgpt.report.placement_words import offload_words
 from xgpt.report.replicas import replica_words
 from xgpt.report.table import fact
 from xgpt.report.words import controls_line, counted, placement, prospect_words

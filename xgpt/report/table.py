@@ -6,12 +6,13 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
+from xgpt.core.placement import StepTerms
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
@@ -26,6 +27,7 @@ _LEAST_WIDTH = 40
 _GAP = "  "
 _LEAST_WRAPPED, _LEAST_CELL = 20, 8  # chosen: least width of a last column of words, of others
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
+COPIES = ("up", "down", "read", "write")  # terms of a placed step that copy
 OF_JOB = ", start and end included"
 _NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
@@ -42,7 +44,8 @@ def schedule_details(schedule: Schedule, job: Mapping[str, Any] | None = None) -
         ("time", format_seconds(job["wall_s"])),
         ("throughput", rates(job["throughput_qps"], job["output_tokens_per_s"]) + OF_JOB)]
     return "\n".join(filter(None, (_lines(expected), schedule_table(schedule),
-                                   choice_table(schedule), stage_table(schedule))))
+                                   choice_table(schedule), stage_table(schedule),
+                                   placement_tables(schedule))))
 
 
 def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
@@ -58,8 +61,9 @@ def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
     is_of_others = math.isinf(schedule.bound.limit_s) and schedule.prospects  # with their margins
     if schedule.margin.note and not is_of_others:
         cost.append(("margin", words.margin_words(schedule)))
-    search = [("search", f"{_status(schedule)}, {words.counted(proof.nodes, 'configuration')} in "
-                         f"{format_seconds(proof.seconds)}")]
+    counted = words.counted(proof.nodes, "configuration")
+    search = [*words.placement_facts(schedule), (
+        "search", f"{_status(schedule)}, {counted} in {format_seconds(proof.seconds)}")]
     if len(proof.policy_bounds) > 1:
         search.append(("at most", words.bounds_words(schedule)))
     if proof.covers:
@@ -305,3 +309,31 @@ def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> st
 
 def _ascii(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
+def placement_tables(schedule: Schedule) -> str:
+    """Bytes by tier with prices of memory, and seconds and bytes of each term of a step; "" for a
+    schedule without a placement."""
+    if schedule.placed is None:
+        return ""
+    tiers = [(one.name, *(format_bytes(held) if held else "-" for held in (
+        one.weights, one.kv, one.hidden, one.work)), format_bytes(one.free),
+        f"+{percent(one.price, 1)}" if one.price else "-")
+        for one in schedule.placed.tiers]
+    steps = [row for step in schedule.placed.steps for row in _step_rows(step)]
+    return "\n\n".join((
+        table(("tier", "weights", "KV cache", "hidden", "work", "free", "1 GiB more"), tiers,
+              right=range(1, 7)),
+        table(("step", *COPIES, "compute", "in all", "longest"), steps, right=range(1, 7))))
+
+
+def _step_rows(step: StepTerms) -> Iterator[tuple[str, ...]]:
+    """A row of seconds, and one of bytes."""
+    yield (step.kind, *(_seconds(getattr(step, f"{term}_s")) for term in (*COPIES, "compute")),
+           _seconds(step.seconds), step.binds)
+    yield ("", *(format_bytes(held) if (held := getattr(step, f"{term}_bytes")) else "-"
+                 for term in COPIES), "", "", "")
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds else "-"

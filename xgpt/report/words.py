@@ -8,6 +8,7 @@ from typing import Any
 from xgpt.core.constraint import Metric, Prospect
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import visible
+from xgpt.core.placement import Placement, Shares
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
@@ -19,6 +20,7 @@ _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|requests/s|to
 _FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
 MAX_TEXT = 20_000
 _AS_EXPECTED = 0.005  # chosen: it would read as 0 %
+_ON = ("the device", "the host", "disk")
 
 
 def clean(text: str, limit: int = MAX_TEXT) -> str:
@@ -325,3 +327,41 @@ def _others(estimate: Estimate) -> list[str]:
     return [f"{value} {variable.words}" for variable in policy(estimate.policy).variables
             if variable.name not in _TOLD
             and (value := value_of(estimate, variable.name)) is not None]
+
+
+def placement_facts(schedule: Schedule, model: str = "the model") -> Iterator[tuple[str, str]]:
+    """Pairs (label, text): what does not fit, where it lies, how a block is worked, and limits;
+    nothing of a schedule without a placement."""
+    placed, own = schedule.placed, schedule.deployment.decoding.placement
+    if placed is None or own is None:
+        return
+    usable = format_bytes(schedule.figures.memory_capacity_bytes)
+    needs = (f"{model} needs {format_bytes(placed.needed_bytes)} on its fullest "
+             f"device, of which {usable} can be used: " if placed.needed_bytes else
+             f"{usable} of the fullest device can be used: ")
+    yield "tiers", (f"{needs}its weights lie {_where(own.weights)}, its KV cache "
+                    f"{_where(own.kv)}, its hidden states {_where(own.hidden)}")
+    yield "block", block_words(own, placed.block)
+    diagonal = f"; diagonal blocks, not executed, would have {placed.diagonal_block:,} requests"
+    yield "limits", (
+        f"{plain(placed.any_order_qps)} requests/s in any order of work, "
+        f"{plain(placed.program_qps)} by the linear program of {placed.tried:,} blocks"
+        f"{diagonal * bool(placed.diagonal_block)}")
+
+
+def block_words(placement: Placement, requests: int) -> str:
+    """`128 requests in device batches of 64, zig-zag; ...`."""
+    order = "zig-zag" if placement.order == "zigzag" else "row by row"
+    words = [f"{requests:,} requests in device batches of {placement.device_batch:,}, {order}"]
+    words += [f"{what} in 4 bits below the device" for what, bits in (
+        ("weights", placement.weight_bits), ("KV cache", placement.kv_bits)) if bits == 4]
+    if placement.host_attention:
+        words.append("decode attention on the host")
+    return ", ".join(words + ["copies not beside computing"] * (not placement.overlap))
+
+
+def _where(shares: Shares) -> str:
+    """`20 % on the device, 80 % on the host`."""
+    whole = [name for share, name in zip(shares, _ON, strict=True) if share == 1]
+    return f"on {whole[0]}" if whole else " and ".join(
+        f"{percent(share, 0)} on {name}" for share, name in zip(shares, _ON, strict=True) if share)

@@ -26,8 +26,8 @@ class OffloadReport:
 
 def offload_figures(measured: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
     """The key `offload` of metrics.json: seconds and bytes by term, of all ranks, beside predicted
-    ones (of a whole job by one schedule), and the fullest rank's peak by tier beside its budget.
-    None for a run in memory. `measured`: content of measured.json."""
+    ones (of a whole job by one schedule, as if all periods were full), and the fullest rank's peak
+    by tier beside its budget. None for a run in memory. `measured`: content of measured.json."""
     ranks = [row["offload"] for row in measured["ranks"] if "offload" in row]
     if not ranks:
         return {}

@@ -43,7 +43,7 @@ def placed(placement=PLACEMENT, **figures):
 
 def test_the_screen_says_what_does_not_fit_where_it_lies_and_what_binds():
     screen = str(placed())
-    facts, tables = screen[screen.index("memory "):].split("times  ")  # times are the source's
+    facts, tables = screen[screen.index("tiers "):].split("times  ")  # times are the source's
     tables = tables[tables.index("tier "):]
     check_screen(Path(__file__).with_name("screens.txt"), "a placed plan", facts + tables)
     assert max(map(len, screen.splitlines())) <= 80

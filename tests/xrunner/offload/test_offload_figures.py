@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from xgpt.core.placement import PlacedFigures, Placement, StepTerms
-from xgpt.report.placement_words import offload_rows, offload_words
+from xgpt.report.offload_words import offload_rows, offload_words
 from xrunner.offload.report import offload_figures
 
 NONE = {"up_s": 0.0, "down_s": 0.0, "write_s": 0.0, "up_bytes": 0, "down_bytes": 0,
