@@ -4,7 +4,8 @@
 A layer of a step has five terms: copies up (host to device) and down, reads and writes of the disk,
 and computing. It takes T = (1 - c) max(terms) + c sum(terms), with c = TimingFacts.serial_share.
 The terms are linear in the nine shares of a placement, so that replay, linear program and screens
-have the same numbers. A link's latency is left out: copies are of many megabytes."""
+have the same numbers. Entries on disk are read and written request by request, so that a link's
+latency counts for each; weights and copies of memory come in large pieces."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
-from xgpt.core.placement import DISK, HOST, Placement, layer_tensors
+from xgpt.core.placement import DISK, HOST, Placement, kv_block_tokens, layer_tensors
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES
 from xprofiler.roofline import Roofline
@@ -44,13 +45,15 @@ _ROUND = ((UP, (HOST, DISK)), (DOWN, (HOST, DISK)))
 
 
 class _Copy(NamedTuple):
-    """[...] bytes of a kind over `links`, at the rate of `what`; seconds of widening or packing."""
+    """[...] bytes of a kind over `links`, at the rate of `what`; seconds of widening or packing;
+    how often a link's latency counts."""
 
     kind: int
     what: str
     num_bytes: FloatArray
     links: Links
     packed_s: FloatArray | float = 0.0
+    times: FloatArray | float = 0.0
 
 
 class PlacedSteps(StageTimes):
@@ -66,6 +69,8 @@ class PlacedSteps(StageTimes):
         self._sharers = sharers or cluster.devices_per_node * (
             problem.copies if cluster.num_nodes == 1 else 1)
         self.serial_share = layers.timing.facts.serial_share if placement.overlap else 1.0
+        self._block_tokens = kv_block_tokens(
+            problem.model.kv_heads, problem.model.head_dim, problem.kv_item_bytes)
         self._width_bytes = (problem.model.num_heads * problem.model.head_dim
                              * DTYPE_BYTES[problem.dtype])
 
@@ -85,7 +90,7 @@ class PlacedSteps(StageTimes):
             rest_s = rest_s + share * self.layers.encode_rest_s(ends / parts, 1)
         attention_s = count * self.mean_attention_s(count / parts)[1]
         layer = self._terms("encode", parts * rest_s + attention_s, [
-            *self._weights(self._layer_elements(rows, loads) * loads), *self._written(rows)])
+            *self._weights(self._layer_elements(rows, loads) * loads), *self._written(rows, count)])
         return self._step(stage, layer, "encode", rows, ends, (loads, parts))
 
     def decode_step(self, stage: int, requests: ArrayLike, context: ArrayLike,
@@ -98,7 +103,7 @@ class PlacedSteps(StageTimes):
         rows = count / parts
         fixed = parts * self.layers.decode_rest_s(rows, 1)
         on_device = on_host = parts * self.layers.decode_attention_s(rows, context, 1)
-        read = self._entries(count * np.maximum(context - 1, 0.0), _FETCHED)
+        read = [self._entries(count * np.maximum(context - 1, 0.0), _FETCHED, count)]
         if self.placement.host_attention:
             if self._problem.cluster.device.kind != "cpu":
                 on_host = parts * self._below_s(Operator.HOST_ATTENTION, rows, context)
@@ -106,39 +111,40 @@ class PlacedSteps(StageTimes):
             read = [read[0]._replace(links=_FETCHED[1:]),
                     _Copy(KV, "hidden", count * self._width_bytes, _ROUND)]
         layer = self._terms("decode", fixed, [
-            *self._weights(self._layer_elements(count, loads) * loads), *self._written(count),
-            *read])
+            *self._weights(self._layer_elements(count, loads) * loads), *self._written(
+                count, count / self._block_tokens), *read])
         for tier, attention in enumerate((on_device, on_host, on_host)):
             layer.by_share[..., COMPUTE, KV + tier] += attention
         return self._step(stage, layer, "decode", count, count, (loads, parts))
-
-    def seconds_per_byte(self, term: int, what: str, phase: str) -> float | None:
-        """Seconds of a byte of weights, kv or hidden over the link of `term`, in a step that
-        encodes or decodes: at the source's rate if it has one (TimingFacts.copy_rates), else at the
-        tier's, divided among the node's ranks. None: there is no such link."""
-        tier = self._problem.cluster.tier("host" if term in (UP, DOWN) else "disk")
-        if tier is None:
-            return None
-        rates, way = self._timing.facts.copy_rates, "up" if term in (UP, READ) else "down"
-        link = tier.up if way == "up" else tier.down
-        rate = rates.get(f"{what}-{tier.name}-{way}", link.bandwidth_bytes_per_s)
-        return self._sharers / rates.get(f"{what}-{tier.name}-{way}-{phase}", rate)
 
     def _terms(self, phase: str, compute_s: FloatArray, copies: Sequence[_Copy]) -> Terms:
         """The terms of a layer that computes for `compute_s` [...] and makes `copies`."""
         shape = compute_s.shape
         found = Terms(np.zeros((*shape, 5, 9)), np.zeros((*shape, 5)), np.zeros((*shape, 4, 9)))
         found.fixed[..., COMPUTE] = compute_s
-        for kind, what, num_bytes, links, packed_s in copies:
+        for own in copies:
             for tier in (HOST, DISK):
-                found.by_share[..., COMPUTE, kind + tier] += packed_s
-            for term, tiers in links:
-                if (rate := self.seconds_per_byte(term, what, phase)) is None:
+                found.by_share[..., COMPUTE, own.kind + tier] += own.packed_s
+            for term, tiers in own.links:
+                if (seconds := self._copy_s(term, phase, own)) is None:
                     continue
                 for tier in tiers:
-                    found.moved[..., term, kind + tier] += num_bytes
-                    found.by_share[..., term, kind + tier] += num_bytes * rate
+                    found.moved[..., term, own.kind + tier] += own.num_bytes
+                    found.by_share[..., term, own.kind + tier] += seconds
         return found
+
+    def _copy_s(self, term: int, phase: str, own: _Copy) -> FloatArray | None:
+        """[...] seconds of a copy over the link of `term`: at the source's rate if it has one
+        (TimingFacts.copy_rates), else at the tier's, divided among the node's ranks. None: there
+        is no such link."""
+        tier = self._problem.cluster.tier("host" if term in (UP, DOWN) else "disk")
+        if tier is None:
+            return None
+        rates, way = self._timing.facts.copy_rates, "up" if term in (UP, READ) else "down"
+        link, name = tier.up if way == "up" else tier.down, f"{own.what}-{tier.name}-{way}"
+        rate = rates.get(f"{name}-{phase}", rates.get(name, link.bandwidth_bytes_per_s))
+        return np.asarray(own.num_bytes * (self._sharers / rate)
+                          + own.times * link.latency_s * (term in (READ, WRITE)))
 
     def _step(self, stage: int, layer: Terms, phase: str, rows: FloatArray, ends: FloatArray,
               loads: tuple[FloatArray, FloatArray]) -> PlacedStep:
@@ -159,18 +165,20 @@ class PlacedSteps(StageTimes):
         return [_Copy(WEIGHTS, "weights", elements * of_one, _FETCHED,
                       self._unpack_s(bits, elements))]
 
-    def _entries(self, tokens: FloatArray, links: Links) -> list[_Copy]:
+    def _entries(self, tokens: FloatArray, links: Links, times: FloatArray) -> _Copy:
+        """A copy of the entries of `tokens`, in so many parts."""
         bits, elements = (self.placement.kv_bits,
                           tokens * self._problem.model.kv_elements_per_token_layer)
         of_one = PACKED_BYTES if bits == 4 else self._problem.kv_item_bytes
-        return [_Copy(KV, "kv", elements * of_one, links, self._unpack_s(bits, elements))]
+        return _Copy(KV, "kv", elements * of_one, links, self._unpack_s(bits, elements), times)
 
-    def _written(self, tokens: FloatArray) -> list[_Copy]:
+    def _written(self, tokens: FloatArray, parts: FloatArray) -> list[_Copy]:
         """The new entries of `tokens`, and their hidden states up and down; in row order these
         stay where they are used."""
         hidden = _Copy(HIDDEN, "hidden", tokens * self.layers.row_bytes,
                        ((UP, (HOST,)), (DOWN, (HOST,))))
-        return self._entries(tokens, _STORED) + [hidden] * (self.placement.order == "zigzag")
+        return [self._entries(tokens, _STORED, parts)] + [hidden] * (
+            self.placement.order == "zigzag")
 
     def _unpack_s(self, bits: int, elements: FloatArray) -> FloatArray | float:
         """Seconds to widen (or, as quickly, pack) elements that have `bits` below the device."""

@@ -112,3 +112,17 @@ def test_ranks_of_a_node_share_its_rates():
         0, 64, INPUT).layer.at(np.concatenate((ON_HOST, ON_DEVICE, ON_DEVICE)))
         for count in (1, 2))
     assert two[UP] == 2 * one[UP]
+
+
+def test_a_disk_s_latency_counts_for_each_request():
+    """Entries lie by request: of a block of tokens that is written a step writes its share."""
+    problem = problem_of("opt-30b")
+    disk = problem.cluster.tier("disk")
+    slow = replace(disk, **{way: replace(getattr(disk, way), latency_s=0.001)
+                            for way in ("up", "down")})
+    late = replace(problem, cluster=replace(problem.cluster, tiers=(
+        problem.cluster.tier("host"), slow)))
+    shares = np.concatenate((ON_DISK, ON_DISK, ON_DEVICE))
+    more = [steps_of(own, device_batch=16).decode_step(0, 64, INPUT).layer.at(shares)
+            for own in (problem, late)]
+    assert (more[1] - more[0])[[UP, READ, WRITE]] == pytest.approx([0, 0.064, 0.064 / 16])
