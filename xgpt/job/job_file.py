@@ -302,6 +302,8 @@ def _check_encoded(job: Job, reading: typed.Reading) -> None:
         if name not in SCORING_POLICIES:
             reading.reject("schedule.policy", f"one of {', '.join(SCORING_POLICIES)} where "
                            f"{doing}: {name} encodes an input in parts, or hands it on")
+    if job.schedule.placement is not None:
+        reading.reject("schedule.placement", f"left out where {doing}")
     if job.schedule.encode_chunk:
         reading.reject("schedule.encode_chunk", f"0 (or left out) where {doing}")
     if job.run.engine != OWN_ENGINE:
