@@ -34,11 +34,11 @@ def offload_figures(measured: Mapping[str, Any], schedule: Schedule | None) -> d
     is_whole = measured["state"] == "done" and not measured["queries_before"]
     placed = schedule.placed if schedule and is_whole and not measured["changes"] else None
     pools = [pool for pool in schedule.estimate.all_pools if pool.placement] if schedule else []
-    periods = 0.0  # how often a group of requests took its steps, on a stage
+    periods = 0.0  # of all groups together, on each stage
     if schedule is not None:
         encoded = schedule.deployment.replicas * getattr(schedule.controls, "encode_batch", 1)
         periods = measured["queries"] / encoded * sum(
-            pool.num_groups * len(pool.stages) for pool in pools)
+            len(pool.stages) for pool in pools)
 
     def predicted(name: str) -> float | None:
         return None if placed is None else periods * sum(

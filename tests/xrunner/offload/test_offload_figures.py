@@ -15,7 +15,7 @@ FIGURES = PlacedFigures(tiers=(), block=8, program_qps=1.0, any_order_qps=2.0, s
               **NONE),
     StepTerms(kind="decode", count=31, seconds=2.5, read_s=2.0, compute_s=1.0, read_bytes=200,
               **NONE)))
-POOL = SimpleNamespace(num_groups=1, stages=(0, 1), placement=Placement(
+POOL = SimpleNamespace(num_groups=2, stages=(0, 1), placement=Placement(
     weights=(0, 0, 1), kv=(1, 0, 0), hidden=(1, 0, 0), device_batch=4,
     budgets=((100, 0, 600), (96, 0, 640))))
 SCHEDULE = SimpleNamespace(placed=FIGURES, estimate=SimpleNamespace(all_pools=(POOL, POOL)),
