@@ -39,7 +39,7 @@ def pack(tensor: Tensor, dim: int = -1, *, bits: int = 4) -> Tensor:
         raise ValueError(f"{tensor.dtype} in {bits} bits: 1 to 4 bits can be packed of {_NAMES}")
     values = tensor.reshape(_sizes(tensor.shape, dim))
     packed = values.new_empty(packed_bytes(tensor.shape, dim), dtype=torch.uint8)
-    if (lib := _library_for(values)) is not None:
+    if (lib := _library_for(values, values.shape[2] == 1)) is not None:
         native.check(lib.xgpt_pack_four_bits(
             native.dtype_code(values), packed.data_ptr(), values.data_ptr(), *values.shape[:2],
             2**bits - 1, native.threads()))
@@ -58,9 +58,10 @@ def unpack(packed: Tensor, out: Tensor, dim: int = -1) -> Tensor:
                          f"{size} bytes at an even address are unpacked along dimension {dim} into "
                          f"a contiguous tensor of {_NAMES}")
     values = out.view(_sizes(out.shape, dim))
-    if (lib := _library_for(values)) is not None:
+    is_served = values.shape[2] == 1 or values.shape[2] % 16 == 0  # whole registers side by side
+    if (lib := _library_for(values, is_served)) is not None:
         native.check(lib.xgpt_unpack_four_bits(
-            native.dtype_code(values), out.data_ptr(), packed.data_ptr(), *values.shape[:2],
+            native.dtype_code(values), out.data_ptr(), packed.data_ptr(), *values.shape,
             native.threads()))
     else:
         unpack_torch(packed, values)
@@ -122,7 +123,7 @@ def _sizes(shape: Sequence[int], dim: int) -> tuple[int, int, int]:
     return prod(shape[:dim]), shape[dim], prod(shape[dim % len(shape) + 1:])
 
 
-def _library_for(values: Tensor) -> ctypes.CDLL | None:
-    """The native operators where they serve values [outer, size, inner]: contiguous groups."""
-    is_served = values.shape[2] == 1 and values.numel() > 0 and values.is_contiguous()
+def _library_for(values: Tensor, is_served: bool) -> ctypes.CDLL | None:
+    """The native operators; None where their form, type or device is not served."""
+    is_served = is_served and values.numel() > 0 and values.is_contiguous()
     return native.library() if is_served and native.serves(values) else None

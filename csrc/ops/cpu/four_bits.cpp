@@ -20,7 +20,7 @@ struct FourBits {
     const void *values;
     void *out;
     uint8_t *packed;
-    int64_t rows, size;
+    int64_t rows, size, inner;
     float top;  // the largest code
     int threads;
 
@@ -78,9 +78,10 @@ int run(const xgpt::FourBits &arguments) { XGPT_DISPATCH(four_bits_any(arguments
 
 int checked(xgpt::FourBits a) {
     if (a.dtype != XGPT_FLOAT32 && a.dtype != XGPT_BFLOAT16) return XGPT_WRONG_DTYPE;
-    if (a.rows < 0 || a.size < 1 || a.threads < 1 || a.top < 1 || a.top > 15)
+    const bool has_columns = a.inner == 1 || (a.inner > 0 && a.inner % 16 == 0);  // whole vectors
+    if (a.rows < 0 || a.size < 1 || !has_columns || a.threads < 1 || a.top < 1 || a.top > 15)
         return XGPT_WRONG_SIZE;
-    a.threads = xgpt::threads_for(a.rows * a.size, a.threads);
+    a.threads = xgpt::threads_for(a.rows * a.size * a.inner, a.threads);
     return run(a);
 }
 
@@ -89,11 +90,11 @@ int checked(xgpt::FourBits a) {
 extern "C" int xgpt_pack_four_bits(int dtype, uint8_t *packed, const void *rows, int64_t tokens,
                                    int64_t size, int top_code, int threads) {
     const float top = static_cast<float>(top_code);
-    return checked({dtype, rows, nullptr, packed, tokens, size, top, threads});
+    return checked({dtype, rows, nullptr, packed, tokens, size, 1, top, threads});
 }
 
 extern "C" int xgpt_unpack_four_bits(int dtype, void *rows, const uint8_t *packed, int64_t tokens,
-                                     int64_t size, int threads) {
+                                     int64_t size, int64_t columns, int threads) {
     uint8_t *from = const_cast<uint8_t *>(packed);
-    return checked({dtype, nullptr, rows, from, tokens, size, 15, threads});
+    return checked({dtype, nullptr, rows, from, tokens, size, columns, 15, threads});
 }

@@ -29,31 +29,57 @@ static Scale pack_group(uint8_t *codes, const E *values, int64_t count, float to
     return scale;
 }
 
+/* Unpacks W codes' bytes: up to low_count elements at `low`, high_count at `high`. */
+template <typename E>
+XGPT_INLINE void unpack_bytes(E *low, E *high, const uint8_t *codes, vec step, vec minimum,
+                              int64_t low_count, int64_t high_count) {
+    const ivec both = load_bytes(codes);
+    if (low_count > 0)
+        store(low, __builtin_convertvector(both & 15, vec) * step + minimum, low_count);
+    if (high_count > 0)
+        store(high, __builtin_convertvector(both >> 4, vec) * step + minimum, high_count);
+}
+
+/* Unpacks a group of `count` elements. */
 template <typename E>
 static void unpack_group(E *out, const uint8_t *codes, int64_t count, const Scale &scale) {
-    const vec minimum = all(scale.least()), step = all(scale.step());
-    for (int64_t i = 0; i < std::min(count, HALF); i += W) {
-        const ivec both = load_bytes(codes + i);
-        store(out + i, __builtin_convertvector(both & 15, vec) * step + minimum, count - i);
-        const int64_t rest = count - HALF - i;
-        if (rest > 0)
-            store(out + HALF + i, __builtin_convertvector(both >> 4, vec) * step + minimum, rest);
+    const vec step = all(scale.step()), minimum = all(scale.least());
+    for (int64_t i = 0; i < HALF; i += W)
+        unpack_bytes(out + i, out + HALF + i, codes + i, step, minimum, count - i,
+                     count - HALF - i);
+}
+
+/* Unpacks `inner` groups side by side, each of `count` elements. */
+template <typename E>
+static void unpack_columns(E *out, const uint8_t *codes, int64_t count, int64_t inner,
+                           const uint16_t *scales, const uint16_t *minima) {
+    float steps[W], least[W];
+    for (int64_t c = 0; c < inner; c += W) {
+        for (int i = 0; i < W; ++i) {
+            const Scale scale{scales[c + i], minima[c + i]};
+            steps[i] = scale.step(), least[i] = scale.least();
+        }
+        for (int64_t r = 0, at = c; r < std::min(count, HALF); ++r, at += inner)
+            unpack_bytes(out + at, out + at + HALF * inner, codes + at, load(steps), load(least),
+                         W, r + HALF < count ? W : 0);
     }
 }
 
-/* Groups from..to-1 of all rows. */
+/* Groups from..to-1 of all rows; `inner` ones side by side count as one. */
 template <typename E>
 static void groups_of(const FourBits &a, int64_t from, int64_t to) {
     const int64_t groups = a.groups(), all_groups = a.rows * groups;
     int64_t row = from / groups, group = from % groups;
-    auto *scales = reinterpret_cast<uint16_t *>(a.packed + all_groups * HALF);
-    uint16_t *minima = scales + all_groups;
+    auto *scales = reinterpret_cast<uint16_t *>(a.packed + all_groups * HALF * a.inner);
+    uint16_t *minima = scales + all_groups * a.inner;
     for (int64_t i = from; i < to; ++i) {
-        const int64_t before = group * GROUP, first = row * a.size + before;
-        const int64_t count = std::min(a.size - before, GROUP);
-        uint8_t *codes = a.packed + i * HALF;
+        const int64_t before = group * GROUP, first = (row * a.size + before) * a.inner;
+        const int64_t count = std::min(a.size - before, GROUP), at = i * a.inner;
+        uint8_t *codes = a.packed + at * HALF;
         if (a.out) {
-            unpack_group(static_cast<E *>(a.out) + first, codes, count, {scales[i], minima[i]});
+            E *out = static_cast<E *>(a.out) + first;
+            a.inner == 1 ? unpack_group(out, codes, count, {scales[i], minima[i]})
+                         : unpack_columns(out, codes, count, a.inner, scales + at, minima + at);
         } else {
             const auto *values = static_cast<const E *>(a.values) + first;
             const Scale scale = pack_group(codes, values, count, a.top);

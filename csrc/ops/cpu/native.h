@@ -124,9 +124,10 @@ int xgpt_rescale_rows(float *sums, const float *scales, const float *bias, int64
 int xgpt_pack_four_bits(int dtype, uint8_t *packed, const void *rows, int64_t tokens, int64_t size,
                         int top_code, int threads);
 
-/* rows [T, K] of what xgpt_pack_four_bits packed, of any type. */
+/* rows [T, K, columns] of what xgpt_pack_four_bits packed, of any type. Where columns, 1 or a
+ * multiple of 16, are more than 1, each has groups of its own: codes [T, G, 32, columns]. */
 int xgpt_unpack_four_bits(int dtype, void *rows, const uint8_t *packed, int64_t tokens,
-                          int64_t size, int threads);
+                          int64_t size, int64_t columns, int threads);
 
 /* Whether xgpt_pairs_product is faster here than a library's: 1 on processors with dot products
  * of bfloat16 pairs, except Intel's; else 0. */

@@ -110,7 +110,7 @@ def test_a_group_that_is_not_finite_is_unpacked_as_nan(implementation, dtype, di
 @pytest.mark.skipif(native.library() is None, reason=native.describe())
 @every_implementation
 @examples(100)
-@given(shape=st.lists(st.sampled_from([0, 1, 2, 5, 31, 33, 64, 65, 130, 200]), min_size=1,
+@given(shape=st.lists(st.sampled_from([0, 1, 2, 5, 16, 31, 33, 64, 65, 96, 130, 200]), min_size=1,
                       max_size=3),
        at=st.integers(0, 2), kind=st.sampled_from(["normal", "near", "equal", "wild", "zeros"]),
        dtype=st.sampled_from(DTYPES), target=st.sampled_from(DTYPES), bits=st.sampled_from([4, 2]),

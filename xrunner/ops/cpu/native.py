@@ -51,7 +51,7 @@ OPERATORS = {
     "xgpt_quantise_rows": "i ippplli",
     "xgpt_rescale_rows": "i ppplli",
     "xgpt_pack_four_bits": "i ippllii",
-    "xgpt_unpack_four_bits": "i ipplli",
+    "xgpt_unpack_four_bits": "i ippllli",
     "xgpt_has_pairs": "i",
     "xgpt_pairs_product": "i ppppillli",
     "xgpt_pairs_gated": "i pppllli",
