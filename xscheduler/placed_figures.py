@@ -79,7 +79,8 @@ def any_order_qps(programs: Programs) -> float:
     part, room = programs.part, programs.memory.room
     weights = least_weight_bytes(part) / len(programs.plan.stages)
     host, disk = part.cluster.tier("host"), part.cluster.tier("disk")
-    most = programs.memory.most_slots(programs.options, programs.capacity)
+    most = min(programs.memory.most_slots(programs.options, programs.capacity),
+               part.num_queries or math.inf)
     above, reading_s = room[DEVICE], 0.0
     for tier, more in ((host, room[1]), (disk, room[2])):
         if tier is not None:

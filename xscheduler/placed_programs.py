@@ -83,6 +83,8 @@ class Programs:
         the mean number at work and a phase's new ones fill the slots (xrunner.rules.rra)."""
         if not self.iterations:
             return np.asarray(slots * self.groups)
+        if (given := self.part.fixed.value_of("encode_batch")) is not None:
+            return np.full_like(slots, given)
         stay = self.work.phase(self.iterations).mean_phases
         more = 1 + 1 / stay
         mean = ((np.sqrt(9 + 4 * more * slots) - 3) / (2 * more)) ** 2
@@ -146,8 +148,12 @@ class Programs:
         if queries is not None:
             even = (-(-queries // (self.groups * count)) for count in range(1, EVEN + 1))
             sizes |= {own for own in even if batch <= own <= most}
-        if given is not None and not self.iterations:
-            sizes = {min(-(-given // self.groups), most)}
+        if given is not None:
+            each, stay = given / self.groups, 1.0
+            if self.iterations:
+                mean = each * self.work.phase(self.iterations).mean_phases
+                stay = (mean + 3 * math.sqrt(mean)) / each + 1
+            sizes = {min(math.ceil(each * stay), most)}
         slots = np.array(sorted(sizes), float)
         steps, taken = self._taken(batch, slots)
         rows = self.memory.rows(steps.placement, slots, self.capacity)

@@ -14,22 +14,21 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from xgpt.core.errors import InfeasibleError, InputError, wrong
 from xgpt.core.placement import AskedPlacement, Placement
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Proof, Schedule, Status
+from xgpt.core.schedule import NOT_SURE, Estimate, Proof, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds, seconds_up
 from xprofiler.timing import TimingSource
 from xscheduler.block_program import Choice, best_blocks
 from xscheduler.evaluator import Evaluator
-from xscheduler.makespan import is_short
+from xscheduler.makespan import is_short, words_of
 from xscheduler.margin import MarginParts, Margins
 from xscheduler.placed_figures import lacking, placed_figures
 from xscheduler.placed_programs import Programs
 from xscheduler.placed_rounding import in_whole
+from xscheduler.prospects import keeps_pace_limits
 from xscheduler.replicas import replica_problems
 from xsimulator.plans import PlanCache, StagePlan
 
@@ -115,7 +114,7 @@ class Placing:
         trials, limit_s = list[Trial](), self.problem.constraint.latency_s
         factor = 1.0 if self._margins is None else self._margins.least_factor
         for _ in range(ROUNDS):
-            found = list[tuple[Programs, Choice]]()
+            found: list[tuple[Programs, Choice]] = []
             for programs in self._programs(layout, is_rra, limit_s / factor):
                 best_qps = max((own.solution.qps for _, own in found), default=0.0)
                 blocks, wanted_qps = programs.all(), least_qps / programs.part.copies
@@ -132,7 +131,8 @@ class Placing:
         return trials
 
     def _is_kept(self, trial: Trial) -> bool:
-        return self._needed_s(trial) <= self.problem.constraint.latency_s
+        return self._needed_s(trial) <= self.problem.constraint.latency_s and (
+            self._margins is None or keeps_pace_limits(self._margins, trial.estimate))
 
     def _needed_s(self, trial: Trial) -> float:
         return trial.estimate.figures.latency_s * trial.margin.factor
@@ -170,17 +170,16 @@ class Placing:
 
     def _schedule(self, kept: list[Trial], trials: list[Trial], seconds: float) -> Schedule:
         """The schedule of the best trial of those that keep the limit."""
-        best = max(kept, key=lambda one: one.estimate.figures.throughput_qps)
-        schedule = self._of_trial(best, trials, seconds)
+        kept = sorted(kept, key=lambda one: -one.estimate.figures.throughput_qps)[:REPLAYED]
+        schedule = self._of_trial(kept[0], trials, seconds)
         if is_short(self.problem, schedule):
-            kept = sorted(kept, key=lambda one: -one.estimate.figures.throughput_qps)[:REPLAYED]
-            walls = [(math.inf if (job := self._evaluator.job(one.estimate, 1)) is None else
-                      job.wall_s) for one in kept]
-            best = kept[int(np.argmin(walls))]
+            jobs = [(one, self._evaluator.job(one.estimate, 1)) for one in kept]
+            wall_s, best = min(((job.wall_s, one) for one, job in jobs if job is not None),
+                               default=(math.inf, kept[0]), key=lambda pair: pair[0])
             schedule = self._of_trial(best, trials, seconds)
-            if math.isfinite(min(walls)):
+            if math.isfinite(wall_s):
                 schedule = schedule.changed(status=Status.JOB, explanation=(
-                    f"Estimated run time {format_seconds(min(walls))} for this job's "
+                    f"Estimated run time {format_seconds(wall_s)} for this job's "
                     f"{self.problem.num_queries} requests, the shortest of {len(kept)} simulated "
                     "schedules.",))
         return schedule
@@ -194,8 +193,22 @@ class Placing:
             fingerprint=self.problem.fingerprint, margin=trial.margin.kept(),
             proof=Proof(status=Status.OPTIMAL if gap <= _CLOSED else Status.WITHIN_GAP,
                         bound_qps=most_qps, gap=gap, nodes=self._tried, seconds=seconds),
+            rejected=tuple(self._beside(trial, trials)),
             placed=placed_figures(self.problem, self._timing, trial.programs, trial.choice,
                                   trial.estimate, self._tried))
+
+    def _beside(self, chosen: Trial, trials: list[Trial]) -> Iterator[Rejected]:
+        """A row for the best schedule of the other policy, if its programs are near enough."""
+        best = max((one for one in trials if one.estimate.policy != chosen.estimate.policy),
+                   key=lambda one: (self._is_kept(one), one.bound_qps), default=None)
+        if best is None:
+            return
+        figures, qps = best.estimate.figures, chosen.estimate.figures.throughput_qps
+        yield Rejected(
+            kind="policy", subject=best.estimate.policy, words=words_of(best.estimate),
+            throughput_qps=figures.throughput_qps, latency_s=figures.latency_s,
+            reason=f"{1 - figures.throughput_qps / qps:.0%} less throughput"
+            if self._is_kept(best) else NOT_SURE)
 
     def _refusal(self) -> InfeasibleError:
         """The error for no block within the limits: with the quickest one's latency, or with the
@@ -212,8 +225,8 @@ class Placing:
         if math.isfinite(quickest_s):
             least_s = seconds_up(quickest_s)
             return InfeasibleError(
-                "no schedule keeps the limit of "
-                f"{format_seconds(self.problem.constraint.latency_s)}: weights and KV cache lie "
+                "no schedule keeps the limits (latency "
+                f"{format_seconds(self.problem.constraint.latency_s)}): weights and KV cache lie "
                 f"partly below the devices, and the quickest block takes {least_s} s",
                 float(least_s))
         return InfeasibleError("no schedule: there is too little memory. " + (

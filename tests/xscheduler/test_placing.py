@@ -169,3 +169,11 @@ def test_a_diagonal_block_is_larger_by_the_ratio_of_the_paper():
     entry, row = 4 * OPT_175B.hidden_size * OPT_175B.num_layers, 2 * OPT_175B.hidden_size
     assert diagonal_over_zigzag(entry, row, INPUT, 32) == pytest.approx(1.064, abs=5e-4)
     assert diagonal_over_zigzag(entry, row, 32, 2048) == pytest.approx(1.971, abs=5e-4)
+
+
+def test_control_variables_that_the_job_fixes_are_kept():
+    fixed = FixedSchedule(policies=("rra",), encode_batch=6, decode_iterations=5)
+    schedule = plan(small(fixed=fixed))
+    own = schedule.controls
+    assert (own.policy, own.encode_batch, own.decode_iterations) == ("rra", 6, 5)
+    assert schedule.placed.block >= 6
