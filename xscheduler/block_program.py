@@ -109,7 +109,8 @@ class Program:
 
         parts = [(step, part) for step in self.steps for part in step.parts]
         scales = np.array([part.fixed.sum() + part.by_share.sum(axis=0).max() for _, part in parts])
-        if not np.isfinite(scales).all() or not (scales > 0).all():
+        if not np.isfinite([*scales, *(step.other_s for step in self.steps)]).all() or not (
+                scales > 0).all():
             return None  # sizes without known times
         rows, most = list[FloatArray](), list[float]()
         for index, (_, part) in enumerate(parts):

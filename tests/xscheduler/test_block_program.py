@@ -137,3 +137,11 @@ def test_a_price_is_what_more_memory_brings():
     gain = bought.qps / choice.solution.qps - 1
     assert gain > 0.001 and choice.solution.prices[DEVICE] == pytest.approx(gain, rel=0.1)
     assert choice.solution.prices[DISK] == 0
+
+
+@pytest.mark.parametrize("limit_s", [300.0, math.inf])
+def test_a_block_of_a_size_without_known_times_has_no_solution(limit_s):
+    own = program("30b", 8, 2, limit_s=limit_s)
+    first, *others = own.steps
+    assert own.solve() is not None
+    assert replace(own, steps=(first._replace(other_s=math.inf), *others)).solve() is None

@@ -15,7 +15,16 @@ from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
 from xgpt.core.model import ModelSpec, active_layer_params
 from xgpt.core.placement import layer_tensors
-from xprofiler.importers.draft import MAX_ROWS, Fault, ProfileDraft, Source, fail, samples_at
+from xprofiler.importers.draft import (
+    MAX_QUERIES,
+    MAX_ROWS,
+    MAX_TOKENS,
+    Fault,
+    ProfileDraft,
+    Source,
+    fail,
+    samples_at,
+)
 from xprofiler.profile import COPY, STEP_OVERHEAD, Profile, TableKey
 from xprofiler.timing import Operator
 
@@ -55,14 +64,14 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
         of_row = flops / (constants[key] * TERA)
         rows = np.array(sorted({1.0, max(floor_s / of_row, 1.0), float(MAX_ROWS)}))
         draft.add(operator, 1, samples_at(rows, np.maximum(rows * of_row, floor_s)))
-    ends = np.array([1.0, MAX_ROWS])
-    x, y = (axis.ravel() for axis in np.meshgrid(ends, ends))
+    ends = np.array([1.0, MAX_TOKENS])
+    x, y = (axis.ravel() for axis in np.meshgrid([1.0, MAX_QUERIES], ends))
     draft.add(Operator.ENCODE_ATTENTION, 1, samples_at(
         ends, 4 * ends**2 * hidden / (constants["bmm_flops_p"] * TERA)))
     for operator, key in _ATTENTION.items():
         draft.add(operator, 1, samples_at(x, 4 * x * y * hidden / (constants[key] * TERA), y))
     for operator in (Operator.EMBED, Operator.HEAD, Operator.KV_COMPACTION):
-        draft.add(operator, 1, samples_at(ends, [0.0, 0.0]))
+        draft.add(operator, 1, samples_at([1.0, MAX_ROWS], [0.0, 0.0]))
     draft.tables[TableKey(STEP_OVERHEAD)] = tuple(samples_at([0.0], [0.0]))
     for name, (key, share) in _COPIES.items():
         draft.tables[TableKey(COPY, 1, name)] = tuple(samples_at(

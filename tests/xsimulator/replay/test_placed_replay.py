@@ -16,8 +16,10 @@ from xgpt.core.lengths import joint_empirical
 from xgpt.core.model import ModelSpec
 from xgpt.core.placement import Placement, layer_tensors, stage_tiers
 from xprofiler.importers import import_folder
+from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
+from xprofiler.timing import Operator
 from xsimulator.layer_times import LayerTimes
 from xsimulator.placed import PlacedSteps
 from xsimulator.replay.job import Replayer, planned_queries
@@ -156,6 +158,16 @@ def test_early_termination_is_quicker_than_padding():
     early = placed("rra", BLOCK, encode_batch=32, decode_iterations=8, decode_micro_batches=1)
     seconds = [replayed(*case, 512, outputs)[0].makespan_s for case in (padded, early)]
     assert seconds[1] < seconds[0]
+
+
+def test_an_imported_profile_is_the_same_from_its_file(tmp_path):
+    profile = import_folder("flexgen", CONSTANTS, OPT_30B, catalog.device("T4"), "float16")
+    save_profile(profile, tmp_path / "t4.json")
+    read, made = (ProfileTiming(own) for own in (load_profile(tmp_path / "t4.json"), profile))
+    assert read.facts.copy_rates == pytest.approx(made.facts.copy_rates, rel=1e-3)
+    for operator in (Operator.LAYER_REST, Operator.DECODE_REST, Operator.HOST_ATTENTION):
+        assert read.operator_s(operator, 64, 512) == pytest.approx(
+            made.operator_s(operator, 64, 512), rel=1e-3)
 
 
 @pytest.mark.parametrize("without", ["dtoc_bdw", "cpu_flops"])
