@@ -57,6 +57,9 @@ class Programs:
         self.memory = PlacedMemory(part, stages)
         known = part.queries
         self.capacity = max(self.work.longest, 0 if known is None else int(known.reserves.max()))
+        if not iterations:  # a row grows with its block's longest output, and one superfluous step
+            self.capacity = 1 + max(self.work.longest, 0 if known is None else int(
+                known.inputs.max() + known.most_outputs.max()))
 
     @property
     def bounds(self) -> list[tuple[float, float]]:

@@ -13,6 +13,7 @@ from xgpt.core.cluster import Link, Tier
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.placement import AskedPlacement
+from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule_file import from_json, to_json
 from xscheduler.placed_figures import diagonal_over_zigzag
 from xscheduler.placed_programs import Programs, shares_of
@@ -45,6 +46,16 @@ def held_of(problem, schedule):
     slots = placed.block // pool.num_groups
     return memory.held(pool.placement, slots, pool.group_kv_tokens // slots,
                        pool.num_groups).sum(axis=-1), memory.room
+
+
+def test_a_static_block_has_room_for_its_longest_input_with_its_longest_output():
+    """A row grows with its block's longest output, and one superfluous step."""
+    problem = small(fixed=FixedSchedule(policies=("ft",)))
+    inputs = np.arange(64) % 8 + 3
+    known = QueryLengths(inputs=inputs, most_outputs=30 - 2 * inputs)
+    pool = (schedule := plan(replace(problem, queries=known))).deployment.decoding
+    most = max(problem.lengths.inputs.max + problem.default_max_tokens, 10 + 24)
+    assert pool.kv_tokens == schedule.placed.block * (most + 1)
 
 
 @pytest.mark.parametrize(("model", "rows"), [
