@@ -36,6 +36,8 @@ ALL_REDUCE, TRANSFER = MessageKind.ALL_REDUCE.value, MessageKind.TRANSFER.value
 HANDOVER = MessageKind.HANDOVER.value  # through hosts' memory
 HANDOVER_DIRECT = "kv_handover_direct"
 STEP_OVERHEAD = "step_overhead"
+# a layer's products and the copies of its weights from the tier below, alone and at once
+STREAMED, STREAMED_PARTS = "streamed", ("copies", "computing", "both")
 COPY = "copy"  # between tiers; its link is a name of TimingFacts.copy_rates
 ENGINE_START = "engine_start"  # of another engine, until it is ready; its x counts engines
 _EVERY_LAYER = Operator.LAYER_REST.value  # a degree without this table was not timed
@@ -200,6 +202,18 @@ class Profile:
     def tp_degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees whose layers were timed, ascending."""
         return tuple(sorted(key.tp_degree for key in self.tables if key.name == _EVERY_LAYER))
+
+    @property
+    def serial_share(self) -> float | None:
+        """See TimingFacts: by least squares over the layers streamed. None if none was, or if other
+        programs disturbed all of them, so that no share explains their times."""
+        copies, computing, both = (np.array([  # the least: other programs only add
+            min(point.samples_s) for point in self.table(STREAMED, link=part)])
+            for part in STREAMED_PARTS)
+        shorter, longer = np.minimum(copies, computing), np.maximum(copies, computing)
+        shorter *= np.abs(both - longer - shorter / 2) < shorter / 2 + DISTURBED_LIMIT * longer
+        total = shorter @ shorter
+        return float(np.clip((both - longer) @ shorter / total, 0, 1)) if total else None
 
     def table(self, name: str, tp_degree: int = 1, link: str = "") -> tuple[Sample, ...]:
         """The points of a table; empty where the profile lacks it."""

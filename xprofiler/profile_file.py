@@ -28,7 +28,7 @@ AXES = {
     Operator.CROSS_KV.value: ("tokens", ""), Operator.EMBED.value: ("tokens", ""),
     Operator.HEAD.value: ("queries", ""), Operator.KV_COMPACTION.value: ("rows moved", "tokens"),
     Operator.HOST_ATTENTION.value: ("queries", "context tokens"),
-    Operator.UNPACK.value: ("elements", ""), "copy": ("bytes", ""),
+    Operator.UNPACK.value: ("elements", ""), "copy": ("bytes", ""), "streamed": ("tokens", ""),
     "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
     "kv_handover_direct": ("bytes", ""), "step_overhead": ("", ""),
     "engine_start": ("engines at once", "")}

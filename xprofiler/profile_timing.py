@@ -39,7 +39,8 @@ _MESSAGE = Shape(through_zero=False)
 IMPORTED = 0.20
 MOST_NOISE = 0.1  # chosen: noise of a table's medians that counts; more comes from other programs
 LEARNED_KEPT = 5  # chosen: latest runs that count, for each kind of step
-_PIECES = 16  # chosen: the table goes on to so many times the largest measured size
+# chosen: the table goes on to so many times the largest measured size; UNPACK has one speed
+_PIECES, _FAR = 16, 1e6
 _IN_PIECES = (Operator.LAYER_REST.value, Operator.EMBED.value)
 # Least interpolation error of a table without all points of the skeleton: its own points lie too
 # far apart to estimate it. Measured as the root mean square error of quick profiles at the points
@@ -96,6 +97,7 @@ class ProfileTiming:
             tp_degrees=frozenset(degree for degree in profile.tp_degrees if any((
                 degree == 1, fallback is not None,
                 *(key[:2] == (MessageKind.ALL_REDUCE.value, degree) for key in self._grids)))),
+            **({} if (c := profile.serial_share) is None else {"serial_share": c}),
             copy_rates={key.link: points[-1].x / points[-1].median_s
                         for key, points in profile.tables.items() if key.name == COPY},
             start_s={key.tp_degree: points[-1].median_s for key, points in profile.tables.items()
@@ -209,9 +211,11 @@ def learned_factors(profile: Profile) -> dict[str, Factor]:
 
 def _grid(key: TableKey, points: Sequence[Sample], is_in_pieces: bool) -> Grid:
     xs, ys, seconds = ([p.x for p in points], [p.y for p in points], [p.median_s for p in points])
-    if is_in_pieces and points and xs[-1] == max(xs) >= Needs().tokens:  # whole pieces
-        xs, ys = [*xs, _PIECES * xs[-1]], [*ys, ys[-1]]
-        seconds.append(_PIECES * seconds[-1])
+    most, is_unpack = max(xs, default=0.0), key.name == Operator.UNPACK.value
+    if is_unpack or is_in_pieces and xs and xs[-1] == most >= Needs().tokens:  # whole pieces
+        times = _FAR if is_unpack else _PIECES
+        xs, ys = [*xs, times * xs[-1]], [*ys, ys[-1]]
+        seconds.append(times * seconds[-1])
     return Grid(xs, ys, seconds, table_shape(key))
 
 
@@ -252,7 +256,7 @@ def errors_along(key: TableKey, points: Sequence[Sample], axis: int) -> Iterator
 ENCODE, DECODE, MIXED = "encode", "decode", "mixed"  # xrunner.rules.steps.StepKind
 _ENCODED = frozenset({Operator.ENCODE_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV})
 _DECODED = frozenset({Operator.DECODE_ATTENTION, Operator.DECODE_REST, Operator.CROSS_ATTENTION,
-                      Operator.KV_COMPACTION})
+                      Operator.HOST_ATTENTION, Operator.KV_COMPACTION})
 _UNSEEN_RATIO = 4.0  # chosen: see Factors
 
 

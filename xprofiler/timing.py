@@ -76,7 +76,7 @@ class TimingFacts:
     sends_in_groups: bool = False
     # c of T = (1 - c) max(terms) + c sum(terms) of a layer whose weights or entries are copied
     # beside computing: 0 if all overlap, 1 if none do. measured: FlexGen's Tables 2, 3 and 5 on a
-    # T4, to which it was fitted (docs/offload.md); `xgpt profile` measures that of a machine
+    # T4, to which it was fitted (docs/offload.md); a machine's is Profile.serial_share
     serial_share: float = 0.45
     # bytes per second of copies, where they depend on what is copied; else a tier's own count:
     # "WHAT-TIER-WAY" or "WHAT-TIER-WAY-PHASE" with weights, kv or hidden; host or disk; up or down;

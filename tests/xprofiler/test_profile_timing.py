@@ -17,6 +17,8 @@ from xprofiler.profile import (
     HANDOVER,
     HANDOVER_DIRECT,
     STEP_OVERHEAD,
+    STREAMED,
+    STREAMED_PARTS,
     TRANSFER,
     LearnedSteps,
     Profile,
@@ -181,6 +183,46 @@ def test_rows_that_go_in_pieces_count_as_measured(device, rows, encoder, times):
     if times > 1:
         assert source.operator_s(Operator.LAYER_REST, 8 * rows) == pytest.approx(80.0)
         assert np.isinf(source.operator_s(Operator.LAYER_REST, 4.1 * times * rows))
+
+
+def test_widening_has_one_speed_however_much_is_widened():
+    source = timing({TableKey("unpack"): points((2**18, 0, 1e-3), (2**22, 0, 14e-3))})
+    assert source.operator_s(Operator.UNPACK, 2**40) == pytest.approx(14e-3 * 2**18)
+    assert source.operator_s(Operator.UNPACK, 2**18) == pytest.approx(1e-3)
+
+
+def streamed(copies: list[float], computing: list[float], both: list[float]) -> ProfileTiming:
+    """Of a layer whose weights are copied beside the computing, at rising numbers of rows."""
+    return timing({**TABLES, **{
+        TableKey(STREAMED, link=part): tuple(Sample(x=2**place, samples_s=(2 * s, s))
+                                             for place, s in enumerate(seconds))
+        for part, seconds in zip(STREAMED_PARTS, (copies, computing, both), strict=True)}})
+
+
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.45, 1.0])
+def test_the_share_that_does_not_overlap_is_that_of_the_times(share):
+    """The quickest turn of each: other programs only add."""
+    copies, computing = [5.0, 5.0, 4.0], [1.0, 5.5, 12.0]
+    both = [(1 - share) * max(pair) + share * sum(pair)
+            for pair in zip(copies, computing, strict=True)]
+    assert streamed(copies, computing, both).facts.serial_share == pytest.approx(share)
+
+
+def test_streamed_layers_of_two_machines_overlap_more_than_the_papers():
+    """An H200 whose layers come from its host, and two cores of an EPYC that read a disk."""
+    gpu = streamed([4.85] * 4, [1.57, 4.80, 9.69, 19.42], [4.91, 5.07, 9.87, 19.39])
+    cpu = streamed([106.0] * 5, [7.0, 12.0, 59.0, 77.0, 112.0], [106.0, 110.0, 114.0, 109.0, 134.0])
+    assert gpu.facts.serial_share == pytest.approx(0.0257, abs=1e-3)
+    assert cpu.facts.serial_share == pytest.approx(0.148, abs=1e-3)
+
+
+def test_times_that_no_share_explains_count_for_nothing():
+    quiet = streamed([5.0], [4.0], [5.8]).facts.serial_share
+    assert quiet == pytest.approx(0.2)
+    disturbed = [5.0, 5.0, 5.0], [4.0, 4.0, 1.0], [5.8, 19.0, 4.0]
+    assert streamed(*disturbed).facts.serial_share == pytest.approx(quiet)
+    assert streamed([5.0], [4.0], [19.0]).facts.serial_share == timing().facts.serial_share == 0.45
+    assert streamed([5.0], [4.0], [4.9]).facts.serial_share == 0.0, "quicker than it can be"
 
 
 def learned(**by_kind: tuple[float, float]) -> ProfileTiming:

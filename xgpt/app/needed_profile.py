@@ -13,6 +13,7 @@ from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.problem import Problem
+from xgpt.core.system.direct_file import why_no_disk
 from xgpt.core.system.machine import core_clock, installed, usable_cores
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.job.job import Job
@@ -57,6 +58,14 @@ class NeededProfile:
         """Whether the profile has too few points to plan the job."""
         return any(is_insufficient(profile, degree, self.points, self.own)
                    for degree in self.degrees)
+
+    @property
+    def offload(self) -> Path | None:
+        """A folder on the disk below the devices; None where the job has none that can be used."""
+        folder = self.job.offload_folder
+        near = next(own for own in (folder, *folder.parents) if own.is_dir())
+        is_used = self.problem.offload == "auto" and self.problem.cluster.tiers
+        return near if is_used and why_no_disk(near, 0) is None else None
 
     @property
     def starts(self) -> list[tuple[tuple[int, ...], int, int | None]]:

@@ -193,11 +193,12 @@ class _Measurement(NamedTuple):
 
     def adds_to(self, profile: Profile, needed: NeededProfile) -> bool:
         """Whether points are missing in the profile."""
-        # messages between nodes may be missing in an otherwise complete profile
+        # messages between nodes, or copies, may be missing in an otherwise complete profile
         is_others = needed.engine.identity is not None  # whose messages are part of its steps
-        has_messages = is_others or needed.metadata.nodes == 1 or bool(
+        is_whole = is_others or needed.metadata.nodes == 1 or bool(
             profile.table(TRANSFER, link=needed.problem.cluster.inter_link.name))
-        if not has_messages or profile.model is None or self.again:
+        is_whole &= needed.offload is None or profile.serial_share is not None
+        if not is_whole or profile.model is None or self.again:
             return True
         if not self.is_quick:
             return any(missing_skeleton(profile, degree, needed.needs) for degree in needed.degrees)
@@ -344,6 +345,7 @@ def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: T
                 "degrees": measured, "refused": needed.refused, "needs": asdict(needed.needs),
                 "own": asdict(needed.own), "is_quick": session.is_quick,
                 "patience_s": session.patience_s, "captures": captures,
+                "offload": str(needed.offload or ""),
                 "near": cluster.intra_link.name, "far": cluster.inter_link.name,
                 "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
                     "python": job.run.engine_python or sys.executable,

@@ -199,6 +199,7 @@ class JobPlanner:
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
         self._jobs = {layout_of(opened): opened} if timing is not None else by_layout(opened)
+        self._is_timed = timing is not None or is_sized(opened.problem)  # whatever its tiers
         self._planners: dict[tuple[Layout, bool], Planner] = {}  # by layout and whether it is rough
         if timing is None and needs_tiers([*self._jobs.values()]):
             self._measure_tiers()
@@ -241,7 +242,7 @@ class JobPlanner:
         before, known, self._planners = self._jobs, self._planners, {}
         self._jobs = {layout: with_measured_tiers(job) for layout, job in before.items()}
         for (layout, _), planner in known.items():
-            self._planner(layout, planner.timing)
+            self._planner(layout, planner.timing if self._is_timed else None)
         return any(self._jobs[layout] is not job for layout, job in before.items())
 
     def _on_best_size(self, latency_bound_s: float | None) -> Plan:

@@ -10,6 +10,7 @@ from xgpt.app.needed_profile import needed_profile
 from xgpt.app.opened_job import open_file
 from xgpt.app.profile import local_profile
 from xgpt.app.schedule import by_layout
+from xgpt.app.tiers import needs_tiers, with_measured_tiers
 from xgpt.cli.options import (
     check_writable,
     job_arguments,
@@ -83,6 +84,8 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
     check_writable(out, "--out")
     # of the layouts that a job leaves open, the one of fewest ranks
     opened = next(iter(by_layout(opened).values()))
+    if opened.problem.offload == "auto" and needs_tiers([opened]):
+        opened = with_measured_tiers(opened)
     folder = None if opened.files is None else opened.files.directory
     measured = local_profile(needed_profile(opened.job, opened.problem, degrees, folder),
                              opened.tell, again=again)

@@ -47,6 +47,8 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
         ("extent", _extent(profile)),
         ("disturbed", _disturbed(profile)),
         *((f"runs, {kind}", words) for kind, words in _learned(profile)),
+        ("copies", "" if profile.serial_share is None else
+         f"beside computing: {profile.serial_share:.0%} of the shorter one is not hidden"),
         ("degrees", ", ".join(str(d) for d in profile.tp_degrees) or "none"),
         *((f"refused {degree}", reason) for degree, reason in profile.refused.items()),
         ("peaks", "" if peaks is None else

@@ -84,15 +84,16 @@ def measure_peaks(dtype: torch.dtype, device: torch.device) -> Peaks:
     peak is what the device can do, not what it usually does."""
     side = _SIDE * (_CUDA_SCALE if device.type == "cuda" else 1)
     matrix = torch.randn(side, side, device=device).to(dtype)
-    product_s = _best_s(lambda: matrix @ matrix, device)
+    product_s = min(times_s(lambda: matrix @ matrix, device))
     count = _BYTES * (_CUDA_SCALE if device.type == "cuda" else 1) // 4
     source = torch.ones(count, device=device)
-    read_s = _best_s(lambda: source.sum(), device)
+    read_s = min(times_s(lambda: source.sum(), device))
     return Peaks(flops_per_s=2 * side**3 / product_s, bandwidth_bytes_per_s=4 * count / read_s,
                  source=f"measured: {side} x {side} matrix product, {4 * count >> 20} MiB read")
 
 
-def _best_s(work: Callable[[], object], device: torch.device) -> float:
+def times_s(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of `work` in each of a few rounds."""
     clock = clock_of(device)
     times = []
     for _ in range(_ROUNDS):
@@ -101,7 +102,7 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
         end = clock.mark()
         clock.settle()
         times.append(clock.seconds(begin, end))
-    return min(times)
+    return times
 
 
 class StepParts(NamedTuple):

@@ -37,6 +37,7 @@ from xprofiler.measure.network import Subject, find_nodes, measure_network
 from xprofiler.measure.probe import Capturing, measure_peaks
 from xprofiler.measure.ranks import Disturbance, Ranks, connect, select_device
 from xprofiler.measure.recorder import Recorder
+from xprofiler.measure.streaming import times_below
 from xprofiler.points import Kind, Needs, Point, points_to_repeat, quick_points, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, save_profile
@@ -70,6 +71,7 @@ class MeasureRequest:
     stop: str  # path of a file whose existence asks to stop
     ranks: int  # that measure
     captures: bool = True  # whether a run captures decode steps on GPUs
+    offload: str = ""  # a folder on the disk below the devices, where the job needs it
     # for another engine: model folder, its own arguments, kind of device
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -99,6 +101,8 @@ class Measuring:
         self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
         self._weight_dtype = getattr(torch, metadata.weight_dtype)
         self._device = self.device_of(metadata.device)
+        self._subject = Subject(spec=spec, dtype=self._dtype, device=self._device,
+                                weight_dtype=self._weight_dtype)
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()
@@ -118,6 +122,9 @@ class Measuring:
         if self._known.peaks is None and not self.request.is_quick:
             self._measure_peaks()
         self.add_network()
+        if self.request.offload and self._known.serial_share is None:
+            for key, x, y, seconds in times_below(self._subject, self.request.offload, self._ranks):
+                self._recorder.add(key, x, y, seconds)
         points, degrees = _points(self.request, self._spec), self.request.degrees
         again = {d: points_to_repeat(self._known, d, points) for d in degrees}
         todo = [(d, p) for d in degrees for p in points
@@ -206,10 +213,8 @@ class Measuring:
             raise XgptError(f"the profile is to be of {nodes} nodes, and MPI finds all ranks on "
                             "one: no transfer over the network can be timed")
         self._recorder.add_network(measure_network(
-            ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device,
-                                weight_dtype=self._weight_dtype),
-            degrees=tuple(d for d in request.degrees if d <= ranks.size), near=request.near,
-            far=request.far))
+            ranks.world, self._subject, near=request.near, far=request.far,
+            degrees=tuple(d for d in request.degrees if d <= ranks.size)))
 
     def _save(self, *, force: bool = False) -> None:
         now = time.monotonic()

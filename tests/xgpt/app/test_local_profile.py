@@ -22,12 +22,13 @@ from xgpt.app.profile import local_profile, quick_profile
 from xgpt.app.running.metrics import LEAST_STEPS, learn, learned_of
 from xgpt.app.schedule import executable, plan_job
 from xgpt.app.teller import LogTeller
+from xgpt.core.cluster import Link, Tier
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import Schedule
 from xgpt.launch.launcher import RankProgram
 from xprofiler.measure import probe as clock
-from xprofiler.measure import ranks, worker
+from xprofiler.measure import ranks, streaming, worker
 from xprofiler.points import MOST_TRIES, Kind, Needs, Point, quick_points, skeleton, skipped_points
 from xprofiler.profile import LearnedSteps, Profile, TableKey, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
@@ -116,6 +117,25 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(wanted, measure
     assert whole.spent_s > quick.spent_s
     assert max(measured.values()) == 1, "no point was measured twice"
     assert local_profile(wanted, LogTeller()) == whole == quick_profile(wanted, LogTeller())
+
+
+def test_copies_beside_computing_are_measured_once_where_bytes_may_lie_below_the_devices(
+        wanted, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "ENOUGH_S", 0.0)
+    monkeypatch.setattr("xprofiler.profile.DISTURBED_LIMIT", 99.0)  # however busy the machine is
+    assert wanted.offload is None and quick_profile(wanted, LogTeller()).serial_share is None
+    counts = Counter(measured)
+    link = Link(name="disk", bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    cluster = replace(wanted.problem.cluster, tiers=(
+        Tier(name="disk", memory_bytes=10**9, up=link, down=link),))
+    placed = replace(wanted, problem=replace(wanted.problem, cluster=cluster))
+    assert placed.offload == tmp_path, "the nearest folder that is there"
+    profile = quick_profile(placed, LogTeller())
+    assert 0 <= profile.serial_share <= 1 and profile.table("unpack")
+    assert measured == counts, "and no other size again"
+    assert quick_profile(placed, LogTeller()) == profile == quick_profile(wanted, LogTeller())
+    off = replace(wanted.problem, cluster=cluster, offload="off")
+    assert replace(wanted, problem=off).offload is None
 
 
 def _kept(wanted: NeededProfile, change: Callable[[Profile], Profile]) -> None:

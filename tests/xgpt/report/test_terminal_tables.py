@@ -29,7 +29,15 @@ from xgpt.report.words import (
     policy_sentence,
     pruned_words,
 )
-from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import (
+    STREAMED,
+    STREAMED_PARTS,
+    Peaks,
+    Profile,
+    ProfileMetadata,
+    Sample,
+    TableKey,
+)
 from xprofiler.timing import Operator
 
 SCREENS = Path(__file__).with_name("screens.txt")
@@ -263,7 +271,10 @@ PROFILE = fake_profile()
 
 @pytest.mark.parametrize(("name", "change"), [
     ("profile", {}), ("profile without its model", {"model": None}),
-    ("profile without peaks", {"peaks": None}), ("profile without tables", {"tables": {}})])
+    ("profile without peaks", {"peaks": None}), ("profile without tables", {"tables": {}}),
+    ("profile with copies", {"tables": {TableKey(STREAMED, link=part): (
+        Sample(x=64, samples_s=(seconds,)),) for part, seconds in zip(
+            STREAMED_PARTS, (0.106, 0.059, 0.114), strict=True)}})])
 def test_a_profile_is_shown_as_its_screen(name, change):
     """Noisy points are marked; of a long table the first, middle and last y are shown."""
     text = profile_tables(replace(PROFILE, **change))
