@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, num_threads
 from torch import Tensor
 
+from xgpt.core import placement
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.source import find_model
 from xrunner.files.tokenizer import TextTokenizer
@@ -75,6 +76,10 @@ def test_an_element_takes_so_many_bits(shape, dim, bits):
     x = normal(*shape)
     assert packed_bytes(shape, dim) * 8 == bits * x.numel()
     assert pack(x, dim).shape == (packed_bytes(shape, dim),)
+
+
+def test_the_planner_counts_the_same_groups():
+    assert placement.GROUP == GROUP
 
 
 @every_implementation
