@@ -100,8 +100,10 @@ class PlacedSteps(StageTimes):
         context = np.asarray(context, float)
         count = np.asarray(np.asarray(requests, float) + 0 * context)
         loads, parts = self._loads(count, batches)
-        rows = count / parts
-        fixed = parts * self.layers.decode_rest_s(rows, 1)
+        rows, joint = count / parts, parts
+        if self._problem.model.decoder.experts is not None and self.placement.order == "zigzag":
+            joint = np.ones_like(parts)  # an expert is taken once for all device batches
+        fixed = joint * self.layers.decode_rest_s(count / joint, 1)
         on_device = on_host = parts * self.layers.decode_attention_s(rows, context, 1)
         read = [self._entries(count * np.maximum(context - 1, 0.0), _FETCHED, count)]
         if self.placement.host_attention:

@@ -9,7 +9,7 @@ from tests.kit.problems import uniform_problem
 from xgpt.core.cluster import Link, Tier
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import joint_empirical
-from xgpt.core.placement import Placement
+from xgpt.core.placement import Placement, layer_tensors
 from xprofiler.roofline import Roofline
 from xsimulator.layer_times import LayerTimes
 from xsimulator.placed import PlacedSteps
@@ -126,3 +126,23 @@ def test_a_disk_s_latency_counts_for_each_request():
     more = [steps_of(own, device_batch=16).decode_step(0, 64, INPUT).layer.at(shares)
             for own in (problem, late)]
     assert (more[1] - more[0])[[UP, READ, WRITE]] == pytest.approx([0, 0.064, 0.064 / 16])
+
+
+def test_a_mixture_takes_an_expert_once_for_all_device_batches():
+    problem = problem_of("mixtral-8x7b")
+    computed = {}
+    for order, batch in (("zigzag", 8), ("zigzag", 64), ("row", 8)):
+        steps = steps_of(problem, device_batch=batch, order=order)
+        layer = steps.decode_step(0, 64, INPUT).layer
+        computed[order, batch] = layer.fixed[COMPUTE]
+    assert computed["zigzag", 8] == computed["zigzag", 64] < computed["row", 8] / 2
+
+
+def test_a_step_of_few_requests_reads_the_experts_that_they_reach():
+    problem, shares = problem_of("mixtral-8x7b"), np.concatenate((ON_DISK, ON_DEVICE, ON_DEVICE))
+    few, many = (steps_of(problem, device_batch=512).decode_step(
+        0, requests, INPUT).layer.bytes_at(shares)[READ] for requests in (1, 512))
+    tensors = layer_tensors(problem.model)
+    expert = sum(own.elements for own in tensors if own.name.startswith("expert.0."))
+    assert many == pytest.approx(2 * sum(own.elements for own in tensors))
+    assert many - few == pytest.approx(6 * 2 * expert)
