@@ -11,7 +11,7 @@ from xscheduler.placed_programs import Programs
 
 ROUNDS = 4  # chosen: programs that are solved with less memory, until whole tensors fit
 # chosen: share of a stage's weights that a tensor has, from which other shares are tried
-COARSE = 0.02
+COARSE = 0.05
 ON_DEVICE = (0.49, *np.linspace(0, 1, 21).tolist())  # chosen: below a half the embedding is not
 
 
