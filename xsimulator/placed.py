@@ -21,7 +21,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
-from xsimulator.layer_times import LayerTimes
+from xsimulator.layer_times import LayerTimes, onward_s
 from xsimulator.placed_terms import (
     COMPUTE,
     DOWN,
@@ -34,7 +34,7 @@ from xsimulator.placed_terms import (
     PlacedStep,
     Terms,
 )
-from xsimulator.stage_times import StageTimes
+from xsimulator.stage_times import TOKEN_BYTES, StageTimes
 
 PACKED_BYTES = 4.5 / 8  # of an element in 4 bits, with its part of scale and minimum
 Links = Sequence[tuple[int, Sequence[int]]]
@@ -153,9 +153,12 @@ class PlacedSteps(StageTimes):
         """The step with its head, embedding, messages and overhead. loads: as of `_loads`."""
         head, times, parts = None, *loads
         none = np.zeros((*rows.shape, len(self.stages)))
-        other_s: FloatArray = self._with_ends(none, rows)[..., stage]
+        # of a device batch each: a profile knows no times of a whole block's rows
+        other_s = np.asarray(self.overhead_s + parts * (
+            self._with_ends(none, rows / parts)[..., stage] - self.overhead_s))
         if stage == len(self.stages) - 1:
-            other_s = other_s + self.first_tokens_s(ends) - self.layers.head_s(ends, 1)
+            if len(self.stages) > 1:
+                other_s = other_s + onward_s(self.layers, ends, TOKEN_BYTES, self._links[-1])
             if self._problem.has_head:
                 head = self._terms(phase, parts * self.layers.head_s(ends / parts, 1),
                                    self._weights(self._problem.model.head_params * times))

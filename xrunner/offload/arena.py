@@ -4,6 +4,7 @@ import math
 import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ from xgpt.core.placement import sectors
 from xgpt.core.units import format_bytes
 
 
+class _Pages(mmap.mmap):
+    """Memory that CUDA knows as pinned, where `pinned_at` is its address, until it goes."""
+
+    pinned_at = 0
+
+    def __del__(self) -> None:
+        if self.pinned_at:
+            with suppress(RuntimeError):  # CUDA may have ended before
+                _cudart("cudaHostUnregister", self.pinned_at)
+
+
 class Arena:
     """Counts the bytes of a tier ("device", "host" or "disk"). `most_bytes`: those planned; None:
     no limit. `held`, `peak`: bytes taken now, and the most at any time."""
@@ -20,7 +32,7 @@ class Arena:
     def __init__(self, tier: str, most_bytes: int | None = None) -> None:
         self.tier, self.most_bytes, self.held, self.peak = tier, most_bytes, 0, 0
         self._lock = threading.Lock()
-        self._tensors: dict[int, tuple[int, bool]] = {}  # bytes, and whether pinned, by address
+        self._tensors: dict[int, int] = {}  # bytes by address
 
     def take(self, num_bytes: int, what: str) -> None:
         """Counts `num_bytes` for `what`, which a message names. Raises XgptError if more were held
@@ -51,24 +63,23 @@ class Arena:
         try:
             if torch.device(device).type == "cpu":
                 # pages of its own: they return to the system when it is freed
-                whole = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+                pages = _Pages(-1, num_bytes)
+                whole = torch.frombuffer(pages, dtype=torch.uint8)
+                if pin:  # torch's own pinned memory takes a power of two, up to twice as much
+                    _cudart("cudaHostRegister", whole.data_ptr(), num_bytes, 0)
+                    pages.pinned_at = whole.data_ptr()
             else:
                 whole = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            if pin:  # torch's own pinned memory takes a power of two, up to twice as much
-                _cudart("cudaHostRegister", whole.data_ptr(), num_bytes, 0)
         except (OSError, RuntimeError) as error:
             self.give_back(num_bytes)
             raise XgptError(f"offloading: {num_bytes:,} bytes of the tier {self.tier} for {what} "
                             f"cannot be allocated: {error}") from None
-        self._tensors[whole.data_ptr()] = num_bytes, pin
+        self._tensors[whole.data_ptr()] = num_bytes
         return whole[:count * dtype.itemsize].view(dtype).view(*shape)
 
     def free(self, tensor: Tensor) -> None:
         """Gives back a tensor of this arena; its memory goes with the last view of it."""
-        num_bytes, is_pinned = self._tensors.pop(tensor.data_ptr())
-        if is_pinned:
-            _cudart("cudaHostUnregister", tensor.data_ptr())
-        self.give_back(num_bytes)
+        self.give_back(self._tensors.pop(tensor.data_ptr()))
 
 
 def raw(tensor: Tensor) -> memoryview:
