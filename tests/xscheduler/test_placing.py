@@ -51,11 +51,10 @@ def held_of(problem, schedule):
 def test_a_static_block_has_room_for_its_longest_input_with_its_longest_output():
     """A row grows with its block's longest output, and one superfluous step."""
     problem = small(fixed=FixedSchedule(policies=("ft",)))
-    inputs = np.arange(64) % 8 + 3
-    known = QueryLengths(inputs=inputs, most_outputs=30 - 2 * inputs)
+    inputs = np.arange(64) % 8 * 11 + 3  # 3 .. 80
+    known = QueryLengths(inputs=inputs, most_outputs=90 - inputs)
     pool = (schedule := plan(replace(problem, queries=known))).deployment.decoding
-    most = max(problem.lengths.inputs.max + problem.default_max_tokens, 10 + 24)
-    assert pool.kv_tokens == schedule.placed.block * (most + 1)
+    assert pool.kv_tokens == schedule.placed.block * (80 + 87 + 1)
 
 
 @pytest.mark.parametrize(("model", "rows"), [
