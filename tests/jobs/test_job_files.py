@@ -67,6 +67,17 @@ def test_eight_replicas_a_node_get_a_gpu_each_without_model_gpu_or_slurm(cluster
                             "--cpus-per-task=8 --gpus-per-task=1")
 
 
+def test_a_model_of_four_times_the_memory_is_planned_without_a_gpu():
+    done = CliRunner().invoke(cli, ["schedule", str(JOBS / "opt-30b-t4.yaml"), "--json"])
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    placed, (pool,) = plan["placed"], plan["deployment"]["pools"]
+    assert placed["needed_bytes"] > 57 * 2**30 > 4 * plan["figures"]["memory_capacity_bytes"]
+    assert {row["name"] for row in placed["tiers"]} == {"device", "host", "disk"}
+    assert [row["kind"] for row in placed["steps"]] == ["encode", "decode"]
+    assert pool["placement"]["weights"][0] < 0.25 and plan["policy"] in ("ft", "rra")
+
+
 def test_the_readme_lists_every_job_file():
     text = (JOBS / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{path.name}` |" in text for path in (*JOB_FILES, *SWEEPS))
