@@ -43,18 +43,27 @@ class Kind(NamedTuple):
     watched: FloatArray
 
 
+class Layout(NamedTuple):
+    """The problem of one replica, and its stages with their memory."""
+
+    part: Problem
+    plan: StagePlan
+    memory: PlacedMemory
+    work: Workload
+
+
 class Programs:
     """Programs of one policy on the stages of one replica, by device batch and slots of a group.
     `iterations`: N_D of `rra`; 0: of `ft`. `limit_s`: on the latency."""
 
-    def __init__(self, part: Problem, plan: StagePlan, options: Placement, iterations: int,
+    def __init__(self, layout: Layout, options: Placement, iterations: int,
                  limit_s: float) -> None:
-        self.part, self.plan, self.options, self.iterations = part, plan, options, iterations
-        self.work, self._limit_s, stages = Workload(part), limit_s, plan.stages
+        self.part, self.plan, self.memory, self.work = layout
+        self.options, self.iterations, self._limit_s = options, iterations, limit_s
+        part, stages = self.part, self.plan.stages
         self.groups = part.fixed.value_of("decode_micro_batches") or len(stages)
         # all steps are taken for as long as those of the stage with most layers, the last of them
         self._slowest = max(range(len(stages)), key=lambda own: (stages[own].num_layers, own))
-        self.memory = PlacedMemory(part, stages)
         known = part.queries
         self.capacity = max(self.work.longest, 0 if known is None else int(known.reserves.max()))
         if not iterations:  # a row grows with its block's longest output, and one superfluous step

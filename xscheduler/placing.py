@@ -26,11 +26,13 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.makespan import is_short, words_of
 from xscheduler.margin import MarginParts, Margins
 from xscheduler.placed_figures import lacking, placed_figures
-from xscheduler.placed_programs import Programs
+from xscheduler.placed_programs import Layout, Programs
 from xscheduler.placed_rounding import in_whole
 from xscheduler.prospects import keeps_pace_limits
 from xscheduler.replicas import replica_problems
-from xsimulator.plans import PlanCache, StagePlan
+from xsimulator.placed_memory import PlacedMemory
+from xsimulator.plans import PlanCache
+from xsimulator.rough.workload import Workload
 
 POLICIES = ("ft", "rra")
 REPLAYED = 10  # chosen: best programs of a policy that are replayed
@@ -99,15 +101,16 @@ class Placing:
         return self._schedule(kept, trials, time.monotonic() - began)
 
     @cached_property
-    def _layouts(self) -> list[tuple[Problem, StagePlan]]:
+    def _layouts(self) -> list[Layout]:
         """The devices as equal replicas, each a pipeline: problem and stages of one."""
         found = []
         for part in replica_problems(self.problem):
             with suppress(InputError):  # more devices than layers
-                found.append((part, self._plans.of(part).both(1, 0)))
+                own = self._plans.of(part).both(1, 0)
+                found.append(Layout(part, own, PlacedMemory(part, own.stages), Workload(part)))
         return found
 
-    def _within(self, layout: tuple[Problem, StagePlan], is_rra: bool,
+    def _within(self, layout: Layout, is_rra: bool,
                 least_qps: float) -> list[Trial]:
         """Replays of the best blocks of a policy whose programs have `least_qps`. Their limit is
         closer where a replay with its margin takes longer than its program."""
@@ -137,11 +140,11 @@ class Placing:
     def _needed_s(self, trial: Trial) -> float:
         return trial.estimate.figures.latency_s * trial.margin.factor
 
-    def _programs(self, layout: tuple[Problem, StagePlan], is_rra: bool,
+    def _programs(self, layout: Layout, is_rra: bool,
                   limit_s: float) -> Iterator[Programs]:
         """The programs of a policy on one replica, for each way to compute attention; of RRA for
         each number of iterations of a phase."""
-        fixed, (part, plan) = self.problem.fixed, layout
+        fixed, part = self.problem.fixed, layout.part
         names = [row.name for row in able_policies(replace(
             fixed, policies=fixed.policies or POLICIES))]
         if ("rra" if is_rra else "ft") not in names:
@@ -151,7 +154,7 @@ class Placing:
         phases = {math.ceil(seen / own) for own in PHASES} if given is None else {given}
         for options in _options(part):
             for iterations in sorted(phases) if is_rra else [0]:
-                yield Programs(part, plan, options, iterations, limit_s)
+                yield Programs(layout, options, iterations, limit_s)
 
     def _trial(self, programs: Programs, choice: Choice) -> Trial | None:
         """The replay of a block, rounded; None if nothing fits then, or without a steady state."""
@@ -237,8 +240,7 @@ class Placing:
 def _options(part: Problem) -> list[Placement]:
     """Placements, without shares, of each way to compute attention that the job allows."""
     asked, host = part.fixed.placement or AskedPlacement(), part.cluster.tier("host")
-    can_attend = host is not None and host.attention and asked.kv_bits != 4
-    ways = [False, True] if can_attend else [False]
+    ways = [False, True] if host and host.attention and asked.kv_bits != 4 else [False]
     if asked.host_attention is not None:
         ways = [own for own in ways if own == asked.host_attention] or ways[:1]
     on_device = (1.0, 0.0, 0.0)

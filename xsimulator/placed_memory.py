@@ -3,6 +3,7 @@ of each (xrunner.offload), as whole tensors and requests or as linear functions 
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,7 @@ class PlacedMemory:
             0 if tier is None else tier.memory_bytes // ranks for tier in below)], float)
         self._of_step = StageBytes(problem, stages)
         self._block = kv_block_tokens(model.kv_heads, model.head_dim, problem.kv_item_bytes)
+        self._pieces = cache(self._find_pieces)  # by stage and bits of weights
 
     def most_slots(self, options: Placement, capacity: int) -> int:
         """Most requests of `capacity` tokens whose entries all tiers of a rank could hold."""
@@ -94,7 +96,7 @@ class PlacedMemory:
         forms = self._forms(placement, capacity)
         has_landing = self._is_far or placement.kv_bits == 4
         for stage, assigned in enumerate(self._stages):
-            own, pieces = by_share[..., stage, :, :], self._pieces(stage, placement)
+            own, pieces = by_share[..., stage, :, :], self._pieces(stage, placement.weight_bits)
             entries = assigned.num_layers * groups * count
             own[..., DEVICE, WEIGHTS] = sum(one.whole for of in pieces for one in of)
             own[..., HOST, WEIGHTS + HOST] = sum(one.below for of in pieces for one in of)
@@ -153,7 +155,7 @@ class PlacedMemory:
         """Adds a stage's weights and their buffers to `held` [3, 4]."""
         tiers = tier_of_tensors([own.elements for own in self._tensors(stage)], placement.weights)
         lent = dict[int, list[_Piece]]({HOST: [], DISK: []})
-        for tier, pieces in zip(tiers, self._pieces(stage, placement), strict=True):
+        for tier, pieces in zip(tiers, self._pieces(stage, placement.weight_bits), strict=True):
             held[tier, 0] += sum(own.below if tier else own.whole for own in pieces)
             held[DISK, WORK] += sum(own.below for own in pieces) * (tier != DISK)
             if tier:
@@ -167,7 +169,7 @@ class PlacedMemory:
         return stage_tensors(self._model, self._stages[stage].num_layers, is_first=stage == 0,
                              is_last=stage == len(self._stages) - 1)
 
-    def _pieces(self, stage: int, placement: Placement) -> list[list[_Piece]]:
+    def _find_pieces(self, stage: int, bits: int) -> list[list[_Piece]]:
         """The pieces of each tensor of a stage, in order."""
         item, table = (sizes[own] for sizes, own in (
             (WEIGHT_BYTES, self._problem.weight_dtype), (DTYPE_BYTES, self._problem.dtype)))
@@ -181,7 +183,7 @@ class PlacedMemory:
             parts = range(0, tensor.outputs, HEAD_TOKENS if is_head else tensor.outputs)
             kind = tensor.name.rpartition(".")[0]
             found.append([_Piece(("head", first) if is_head else (layer, kind),
-                                 own.held_bytes(item), own.held_bytes(item, placement.weight_bits))
+                                 own.held_bytes(item), own.held_bytes(item, bits))
                           for first in parts for own in [tensor._replace(
                               outputs=min(parts.step, tensor.outputs - first))]])
         return found

@@ -77,13 +77,13 @@ def test_no_published_policy_that_fits_is_quicker_than_the_plan(model, rows):
 def test_no_point_of_a_grid_over_the_shares_beats_the_program_of_a_block():
     problem = small(outputs=(9, 4, 20))
     placing = Placing(problem, roofline_of(problem), has_margin=False, tell=print)
-    (part, stages), = placing._layouts
+    layout, = placing._layouts
     tenths = [np.array([a, b, 10 - a - b]) / 10 for a in range(11) for b in range(11 - a)]
     hidden = [np.array([a, 1 - a, 0]) for a in (0.0, 0.5, 1.0)]
     grid = np.array([np.concatenate([w, kv, h]) for w in tenths for kv in tenths for h in hidden])
     assert len(grid) > 10**4
     for iterations in (0, 4):
-        programs = Programs(part, stages, _options(part)[-1], iterations, math.inf)
+        programs = Programs(layout, _options(layout.part)[-1], iterations, math.inf)
         own = programs.all()
         program = own[8][max(size for size in own[8] if size <= 64)]()
         fits = (grid @ program.memory.by_share.T + program.memory.fixed
@@ -92,9 +92,9 @@ def test_no_point_of_a_grid_over_the_shares_beats_the_program_of_a_block():
         c, period_s = program.serial_share, 0.0
         for step in program.steps:
             period_s = period_s + step.often * step.other_s
-            for part_ in step.parts:
-                terms = grid[fits] @ part_.by_share.T + part_.fixed
-                period_s = period_s + step.often * part_.times * (
+            for part in step.parts:
+                terms = grid[fits] @ part.by_share.T + part.fixed
+                period_s = period_s + step.often * part.times * (
                     (1 - c) * terms.max(axis=1) + c * terms.sum(axis=1))
         solution = program.solve()
         assert solution.qps >= program.requests / period_s.min() * (1 - 1e-9)
