@@ -141,8 +141,8 @@ def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
                 ([(pool.name, pool.role, [asdict(stage) for stage in pool.stages])
                   for pool in of.pools], of.replicas) for of in deployments]),
             "placement": json.dumps([plan.offload, *(
-                pool.placement and asdict(pool.placement) for of in deployments
-                for pool in of.pools)]),
+                asdict(pool.placement) for of in deployments for pool in of.pools
+                if pool.placement)]),
             "kind of products": "deterministic" if plan.deterministic else "usual",
             "number of threads": str(plan.threads_per_rank)}
 
