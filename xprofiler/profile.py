@@ -207,9 +207,8 @@ class Profile:
     def serial_share(self) -> float | None:
         """See TimingFacts: by least squares over the layers streamed. None if none was, or if other
         programs disturbed all of them, so that no share explains their times."""
-        copies, computing, both = (np.array([  # the least: other programs only add
-            min(point.samples_s) for point in self.table(STREAMED, link=part)])
-            for part in STREAMED_PARTS)
+        copies, computing, both = (np.array([point.median_s for point in self.table(
+            STREAMED, link=part)]) for part in STREAMED_PARTS)
         shorter, longer = np.minimum(copies, computing), np.maximum(copies, computing)
         shorter *= np.abs(both - longer - shorter / 2) < shorter / 2 + DISTURBED_LIMIT * longer
         total = shorter @ shorter

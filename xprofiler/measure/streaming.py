@@ -33,7 +33,7 @@ from xrunner.ops.linear import Product, activations_of
 _LAYER_BYTES = {"cpu": 2**25, "cuda": 2**27}
 # chosen: weights of all layers, more than caches keep; layers, so that none waits in a buffer
 _BYTES, _LEAST_LAYERS = 2**26, 4
-_MOST_ROWS, ENOUGH_S = 2**13, 1.2  # chosen; seconds for each number of rows
+_MOST_ROWS, ENOUGH_S = 2**13, 2.0  # chosen; seconds for each number of rows
 _ELEMENTS, _QUERIES, _CONTEXTS = (2**18, 2**22), (1, 32), (128, 1024)  # chosen
 
 
