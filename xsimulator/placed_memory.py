@@ -27,7 +27,7 @@ from xgpt.core.placement import (
     tier_of_tensors,
 )
 from xgpt.core.problem import Problem
-from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES
+from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES, activation_item_bytes
 from xsimulator.memory import StageBytes, capacity_bytes, largest_rows
 from xsimulator.placed_terms import HIDDEN, KV, WEIGHTS
 
@@ -108,10 +108,12 @@ class PlacedMemory:
             for tier in range(3):
                 own[..., HOST, KV + tier] = entries * forms.tails[tier]
                 own[..., tier, KV + tier] += entries * forms.held[tier]
-            own[..., DEVICE, HIDDEN], own[..., HOST, HIDDEN + HOST] = hidden, hidden
+            own[..., DEVICE, HIDDEN] = hidden
+            own[..., DEVICE if self._model.decoder.experts else HOST, HIDDEN + HOST] = hidden
             fixed[..., stage, DEVICE] = (self._vectors(stage) + self._activations(stage, batch)
                                          + BUFFERS * batch * max(forms.near[HOST:]))
-            fixed[..., stage, HOST] = BUFFERS * batch * forms.held[DISK] * has_landing
+            fixed[..., stage, HOST] = (BUFFERS * batch * forms.held[DISK] * has_landing
+                                       + self._hidden(batch) * bool(self.room[HOST]))
             fixed[..., stage, DISK] = sum(one.below for of in pieces for one in of)
         if not self.room[HOST]:  # the device holds what is kept of entries on disk
             by_share[..., DEVICE, :] += by_share[..., HOST, :]
@@ -128,7 +130,10 @@ class PlacedMemory:
         found, forms = np.zeros((len(self._stages), 3, 4)), self._forms(placement, capacity)
         ranges = queries_by_tier(slots, placement.kv)
         batch = [min(placement.device_batch, len(own)) for own in ranges]
+        alone = min(placement.device_batch, slots)  # a device batch lies on one tier, as a whole
         hosted = len(queries_by_tier(slots, placement.hidden)[HOST])
+        hidden = (slots, 0) if self._model.decoder.experts else (
+            max(slots - hosted, alone), min(hosted + alone, slots) if hosted else 0)
         staged = BUFFERS * sectors(max(batch[tier] * forms.near[tier] for tier in (HOST, DISK)))
         landing = BUFFERS * sectors(batch[DISK] * forms.held[DISK]) * (
             self._is_far or placement.kv_bits == 4)
@@ -139,7 +144,7 @@ class PlacedMemory:
                          for part, row in zip(ranges, forms.held, strict=True)]
             own[HOST, 1] += sum(groups * sectors(layers * len(part) * tail)
                                 for part, tail in zip(ranges, forms.tails, strict=True))
-            own[DEVICE, 2], own[HOST, 2] = self._hidden(slots - hosted), self._hidden(hosted)
+            own[:HOST + 1, 2] = [self._hidden(count) for count in hidden]
             own[DEVICE, WORK] += staged + self._vectors(stage) + self._activations(
                 stage, max(batch))
             own[HOST, WORK] += landing
@@ -205,9 +210,11 @@ class PlacedMemory:
         return np.asarray(self._of_step.step(rows, batch)[..., stage])
 
     def _hidden(self, count: ArrayLike) -> FloatArray:
-        """[...] bytes of the hidden states of `count` requests while they are encoded."""
-        rows = largest_rows(self._problem.lengths.inputs, np.asarray(count, float))
-        return np.asarray(rows * self._model.hidden_size * DTYPE_BYTES[self._problem.dtype])
+        """[...] bytes of the hidden states of the `count` longest inputs while they are encoded."""
+        problem = self._problem
+        item = activation_item_bytes(problem.weight_dtype, problem.dtype, is_cpu=not self._is_far)
+        return np.asarray(np.asarray(count, float) * problem.lengths.inputs.max
+                          * self._model.hidden_size * item)
 
     def _forms(self, options: Placement, capacity: int) -> _Forms:
         """The bytes of a request of `capacity` tokens in one layer."""

@@ -138,8 +138,8 @@ def test_a_byte_less_than_it_takes_is_refused_in_words(made, tmp_path):
     ("llama", "three tiers", 2, {"host_attention": True}),
     ("llama", "all on disk", 1, {}), ("llama", "weights on disk", 2, {})], ids=str)
 def test_no_tier_takes_more_than_the_planner_counts(made, tmp_path, family, shares, stages, own):
-    """Arenas count all but hidden states, activations and the file of weights. Of these bytes
-    the plan has at most 1 KiB a tier more than is taken."""
+    """Arenas count all but activations and the file of weights. Of these bytes the plan has at most
+    1 KiB a tier more than is taken, and hidden states as of the longest inputs."""
     directory, queries = made(family)[0], random_queries(17)
     placement = placement_of(shares, **own)
     _, executors = answers_on_tiers(directory, queries, placement, tmp_path, stages=stages,
@@ -162,5 +162,5 @@ def test_no_tier_takes_more_than_the_planner_counts(made, tmp_path, family, shar
     for own, step, executor in zip(planned, activations, executors, strict=True):
         peaks = executor.model.report(1.0).peaks
         taken = np.array([peaks.get(name, 0) for name in TIERS])
-        counted = own[:, [0, 1, 3]].sum(-1) - np.array([step, 0, own[DISK, [0, 3]].sum()])
-        assert (counted - taken >= 0).all() and (counted - taken <= 1024).all()
+        counted = own.sum(-1) - np.array([step, 0, own[DISK, [0, 3]].sum()])
+        assert (counted >= taken).all() and (counted - own[:, 2] <= taken + 1024).all()
