@@ -18,10 +18,13 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.forecast import with_forecasts
 from xrunner.rules.order import run_order, window_of
+from xrunner.rules.steps import rules_for
 from xscheduler.replays import Replays
 from xscheduler.replicas import problem_of_replica
+from xsimulator.layer_times import LayerTimes
 from xsimulator.memory import least_weight_bytes
 from xsimulator.plans import PlanCache
+from xsimulator.replay.placed_times import PlacedTimes
 from xsimulator.replay.prediction import (
     MOST_PREDICTED,
     JobPrediction,
@@ -64,7 +67,10 @@ class Evaluator:
 
     def seconds(self, estimate: Estimate, metric: Metric) -> float:
         """The metric in seconds by the rough formula; for the makespan and deadlines, the seconds
-        that one more request adds. Margins are ratios of these under other times and lengths."""
+        that one more request adds. Margins are ratios of these under other times and lengths. With
+        a placement it is the time of one request's block by its steps."""
+        if estimate.deployment.decoding.placement is not None:
+            return placed_seconds(self._part(estimate).problem, self.timing, estimate, metric)
         if estimate not in self._rough:
             self._rough[estimate] = self._part(estimate).formulas.of(estimate.policy, getattr(
                 estimate.controls, "admission", None)).of_estimate(estimate.one_copy)
@@ -108,6 +114,25 @@ class Evaluator:
             except XgptError:  # times that the profile refuses
                 self._jobs[key] = None
         return self._jobs[key]
+
+
+def placed_seconds(problem: Problem, timing: TimingSource, estimate: Estimate,
+                   metric: Metric) -> float:
+    """The metric in seconds of a request of the quantile's output (makespan, deadline: of a mean
+    one), from the steps of a placed pool alone: its group is encoded, then decoded to its end."""
+    pool, lengths, figures = estimate.deployment.decoding, problem.lengths, estimate.figures
+    assert pool.placement is not None
+    slots = max(rule.group_max_active for rule in rules_for(estimate))
+    times = PlacedTimes(problem, LayerTimes.of(problem, timing), pool.stages, pool.placement, slots)
+    batch = np.array(figures.encode_batch / pool.num_groups)
+    is_mean = metric in ("makespan", "deadline")
+    outputs = lengths.outputs.mean if is_mean else lengths.outputs.quantile(
+        problem.constraint.quantile)
+    encode_s = float(times.encode_rows_s(batch * lengths.inputs.mean).sum() + times.ends_s(batch))
+    decode_s = float(times.decode_s(np.array(figures.decode_batch / pool.num_groups),
+                                    lengths.inputs.mean + outputs / 2).sum())
+    found = {"ttft": encode_s, "tpot": decode_s}
+    return found.get(metric, encode_s + max(outputs - 1, 0) * decode_s)
 
 
 def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
