@@ -91,8 +91,8 @@ class Programs:
         return {batch: dict(self._of_batch(batch, most)) for batch in batches}
 
     def encode_batch(self, slots: FloatArray) -> FloatArray:
-        """Requests that a period encodes, of all groups, [blocks]. Of `rra` three deviations above
-        the mean number at work and a phase's new ones fill the slots (xrunner.rules.rra)."""
+        """Requests that a period encodes, of all groups, [blocks]; below 1 where a group has too
+        few slots."""
         if not self.iterations:
             return np.asarray(slots * self.groups)
         if (given := self.part.fixed.value_of("encode_batch")) is not None:
@@ -100,7 +100,16 @@ class Programs:
         stay = self.work.phase(self.iterations).mean_phases
         more = 1 + 1 / stay
         mean = ((np.sqrt(9 + 4 * more * slots) - 3) / (2 * more)) ** 2
-        return np.asarray(np.maximum(np.floor(mean / stay * self.groups), 1.0))
+        found = np.floor(mean / stay * self.groups)
+        return np.asarray(found - (self._slots_of(found) > slots))
+
+    def _slots_of(self, batch: FloatArray) -> FloatArray:
+        """Slots of a group for `batch` requests a period, [blocks]. Of `rra` three deviations above
+        the mean number at work and a phase's new ones fill them (xrunner.rules.rra)."""
+        if not self.iterations:
+            return np.asarray(np.ceil(batch / self.groups))
+        mean = batch * self.work.phase(self.iterations).mean_phases / self.groups
+        return np.asarray(np.ceil(mean + 3 * np.sqrt(mean)) + np.ceil(batch / self.groups))
 
     def kinds(self, choice: Choice) -> list[tuple[Kind, PlacedStep]]:
         """The kinds of steps of one block, [1] each, and their terms."""
@@ -138,6 +147,9 @@ class Programs:
         decode = [(step.often, own) for step, own in zip(program.steps, each, strict=True)][1:]
         period_s = program.period_s(shares)
         device = [budget[DEVICE] for budget in placement.budgets]
+        # batches of other sizes than planned would need more slots
+        as_planned: dict[str, float] = dict.fromkeys(
+            ("adjustment", "mean_input_tokens", "target_active"), 0.0) if self.iterations else {}
         return formula.estimate((1, 0), point).changed(
             placement=placement, kv_tokens=choice.requests * self.capacity * self.groups,
             throughput_qps=program.qps(shares), period_s=period_s,
@@ -145,13 +157,13 @@ class Programs:
             latency_s=program.period_s(shares, is_watched=True), encode_s=each[0] * self.groups,
             decode_iteration_s=sum(often * own for often, own in decode) / max(
                 sum(often for often, _ in decode) / self.groups, 1e-9),
-            memory_bytes=tuple(device), fits=True).in_copies(self.part.copies)
+            memory_bytes=tuple(device), fits=True, **as_planned).in_copies(self.part.copies)
 
     def _most_slots(self) -> int:
         """Slots of a group that the job's requests fill, and whose entries all tiers hold."""
         most = self.memory.most_slots(self.options, self.capacity) // self.groups
-        if self.part.num_queries is not None:
-            most = min(most, -(-self.part.num_queries // self.groups))
+        if (queries := self.part.num_queries) is not None:
+            most = min(most, queries if self.iterations else -(-queries // self.groups))
         return max(most, 1)
 
     def _of_batch(self, batch: int, most: int) -> Iterator[tuple[int, Callable[[], Program]]]:
@@ -161,12 +173,11 @@ class Programs:
             even = (-(-queries // (self.groups * count)) for count in range(1, EVEN + 1))
             sizes |= {own for own in even if batch <= own <= most}
         if given is not None:
-            each, stay = given / self.groups, 1.0
-            if self.iterations:
-                mean = each * self.work.phase(self.iterations).mean_phases
-                stay = (mean + 3 * math.sqrt(mean)) / each + 1
-            sizes = {min(math.ceil(each * stay), most)}
+            sizes = {min(int(self._slots_of(np.array(float(given)))), most)}
         slots = np.array(sorted(sizes), float)
+        slots = slots[self.encode_batch(slots) >= 1]
+        # as many as the rule takes, since they decide whose entries lie where
+        slots = np.unique(np.minimum(self._slots_of(self.encode_batch(slots)), most))
         steps, taken = self._taken(batch, slots)
         rows = self.memory.rows(steps.placement, slots, self.capacity)
         for index, own in enumerate(slots.astype(int).tolist()):

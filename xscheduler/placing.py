@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError, wrong
-from xgpt.core.placement import AskedPlacement, Placement
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Proof, Rejected, Schedule, Status
@@ -27,7 +26,7 @@ from xscheduler.makespan import is_short, words_of
 from xscheduler.margin import MarginParts, Margins
 from xscheduler.placed_figures import lacking, placed_figures
 from xscheduler.placed_programs import Layout, Programs
-from xscheduler.placed_rounding import in_whole
+from xscheduler.placements import in_whole, options_of
 from xscheduler.prospects import keeps_pace_limits
 from xscheduler.replicas import replica_problems
 from xsimulator.placed_memory import PlacedMemory
@@ -36,7 +35,7 @@ from xsimulator.rough.workload import Workload
 
 POLICIES = ("ft", "rra")
 REPLAYED = 10  # chosen: best programs of a policy that are replayed
-ROUNDS = 4  # chosen: searches for a limit, since the margin is known only of a schedule
+ROUNDS = 5  # chosen: searches for a limit, since the margin is known only of a schedule
 CLOSER = 1.1  # chosen: least factor by which the limit of the next one is closer
 NEAR = 0.05  # chosen: share of the best program's throughput within which others are replayed
 WORTH = 0.1  # chosen: programs that are worse than a replayed one by this share are left out
@@ -96,9 +95,11 @@ class Placing:
                     (one.bound_qps for one in kept), default=0.0))
                 trials += found
                 kept += filter(self._is_kept, found)
+        smallest = [] if kept else self._smallest()
+        kept += filter(self._is_kept, smallest)
         if not kept:
-            raise self._refusal()
-        return self._schedule(kept, trials, time.monotonic() - began)
+            raise self._refusal(smallest)
+        return self._schedule(kept, trials + smallest, time.monotonic() - began)
 
     @cached_property
     def _layouts(self) -> list[Layout]:
@@ -110,12 +111,12 @@ class Placing:
                 found.append(Layout(part, own, PlacedMemory(part, own.stages), Workload(part)))
         return found
 
-    def _within(self, layout: Layout, is_rra: bool,
-                least_qps: float) -> list[Trial]:
+    def _within(self, layout: Layout, is_rra: bool, least_qps: float) -> list[Trial]:
         """Replays of the best blocks of a policy whose programs have `least_qps`. Their limit is
         closer where a replay with its margin takes longer than its program."""
         trials, limit_s = list[Trial](), self.problem.constraint.latency_s
-        factor = 1.0 if self._margins is None else self._margins.least_factor
+        factor = before = 1.0 if self._margins is None else self._margins.least_factor
+        too_close = math.inf  # least factor by which no block is left
         for _ in range(ROUNDS):
             found: list[tuple[Programs, Choice]] = []
             for programs in self._programs(layout, is_rra, limit_s / factor):
@@ -127,10 +128,15 @@ class Placing:
             found.sort(key=lambda one: -one[1].solution.qps)
             own = [one for each in found[:REPLAYED] if (one := self._trial(*each)) is not None]
             trials += own
-            if not own or any(map(self._is_kept, own)):
+            if any(map(self._is_kept, own)) or not trials:
                 break
-            factor = max(CLOSER * factor, min(self._needed_s(one) / one.choice.program.period_s(
-                one.choice.solution.shares, is_watched=True) for one in own))
+            if not own:
+                too_close, factor = factor, math.sqrt(before * factor)
+                continue
+            longer = min(self._needed_s(one) / one.choice.program.period_s(
+                one.choice.solution.shares, is_watched=True) for one in own)
+            before, factor = factor, min(max(CLOSER * factor, longer),
+                                         math.sqrt(factor * too_close))
         return trials
 
     def _is_kept(self, trial: Trial) -> bool:
@@ -152,7 +158,7 @@ class Placing:
         seen = max(part.lengths.outputs.quantile(part.constraint.quantile) - 1, 1)
         given = fixed.decode_iterations
         phases = {math.ceil(seen / own) for own in PHASES} if given is None else {given}
-        for options in _options(part):
+        for options in options_of(part):
             for iterations in sorted(phases) if is_rra else [0]:
                 yield Programs(layout, options, iterations, limit_s)
 
@@ -213,38 +219,31 @@ class Placing:
             reason=f"{1 - figures.throughput_qps / qps:.0%} less throughput"
             if self._is_kept(best) else NOT_SURE)
 
-    def _refusal(self) -> InfeasibleError:
+    def _smallest(self) -> list[Trial]:
+        """Replays of the smallest block of each policy and number of replicas."""
+        found = []
+        for programs in self._unlimited():
+            batch, own = next(iter(programs.all().items()))
+            found += [trial for choice in best_blocks({batch: {min(own): own[min(own)]}})
+                      if (trial := self._trial(programs, choice)) is not None]
+        return found
+
+    def _unlimited(self) -> Iterator[Programs]:
+        for layout in self._layouts:
+            for is_rra in (False, True):
+                yield from self._programs(layout, is_rra, math.inf)
+
+    def _refusal(self, smallest: list[Trial]) -> InfeasibleError:
         """The error for no block within the limits: with the quickest one's latency, or with the
         bytes of the smallest."""
-        quickest_s, smallest = math.inf, None
-        for layout in self._layouts:
-            for programs in (own for is_rra in (False, True)
-                             for own in self._programs(layout, is_rra, math.inf)):
-                smallest = smallest or programs
-                batch, least = next(iter(programs.all().items()))
-                one = best_blocks({batch: {min(least): least[min(least)]}})
-                trial = self._trial(programs, one[0]) if one else None
-                quickest_s = min(quickest_s, self._needed_s(trial) if trial else math.inf)
-        if math.isfinite(quickest_s):
-            least_s = seconds_up(quickest_s)
+        if smallest:
+            least_s = seconds_up(min(map(self._needed_s, smallest)))
             return InfeasibleError(
                 "no schedule keeps the limits (latency "
                 f"{format_seconds(self.problem.constraint.latency_s)}): weights and KV cache lie "
                 f"partly below the devices, and the quickest block takes {least_s} s",
                 float(least_s))
+        programs = next(self._unlimited(), None)
         return InfeasibleError("no schedule: there is too little memory. " + (
-            "No policy has the values that the job fixes" if smallest is None else
-            f"{self.problem.model.name} {lacking(smallest)}"))
-
-
-def _options(part: Problem) -> list[Placement]:
-    """Placements, without shares, of each way to compute attention that the job allows."""
-    asked, host = part.fixed.placement or AskedPlacement(), part.cluster.tier("host")
-    ways = [False, True] if host and host.attention and asked.kv_bits != 4 else [False]
-    if asked.host_attention is not None:
-        ways = [own for own in ways if own == asked.host_attention] or ways[:1]
-    on_device = (1.0, 0.0, 0.0)
-    return [Placement(
-        weights=on_device, kv=on_device, hidden=on_device, device_batch=1,
-        order=asked.order or "zigzag", overlap=asked.overlap is not False, host_attention=own,
-        weight_bits=asked.weight_bits or 16, kv_bits=asked.kv_bits or 16) for own in ways]
+            "No policy has the values that the job fixes" if programs is None else
+            f"{self.problem.model.name} {lacking(programs)}"))

@@ -15,9 +15,11 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.placement import AskedPlacement
 from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule_file import from_json, to_json
+from xrunner.rules.rra import most_active
 from xscheduler.placed_figures import diagonal_over_zigzag
 from xscheduler.placed_programs import Programs, shares_of
-from xscheduler.placing import Placing, _options
+from xscheduler.placements import options_of
+from xscheduler.placing import Placing
 from xscheduler.planner import Planner
 from xsimulator.placed_memory import PlacedMemory
 
@@ -83,7 +85,7 @@ def test_no_point_of_a_grid_over_the_shares_beats_the_program_of_a_block():
     grid = np.array([np.concatenate([w, kv, h]) for w in tenths for kv in tenths for h in hidden])
     assert len(grid) > 10**4
     for iterations in (0, 4):
-        programs = Programs(layout, _options(layout.part)[-1], iterations, math.inf)
+        programs = Programs(layout, options_of(layout.part)[-1], iterations, math.inf)
         own = programs.all()
         program = own[8][max(size for size in own[8] if size <= 64)]()
         fits = (grid @ program.memory.by_share.T + program.memory.fixed
@@ -171,6 +173,7 @@ def test_early_termination_wins_where_output_lengths_scatter():
     free = plan(small(num_queries=None, **lengths))
     padded = plan(small(num_queries=None, fixed=FixedSchedule(policies=("ft",)), **lengths))
     assert free.controls.policy == "rra"
+    assert most_active(free.estimate) == free.placed.block  # what the runner has slots for
     assert free.figures.throughput_qps > 1.2 * padded.figures.throughput_qps
 
 

@@ -1,11 +1,13 @@
-"""The shares of a block in whole tensors and requests."""
+"""Placements: options that a job leaves open, and the shares of a block in whole tensors and
+requests."""
 
 from dataclasses import replace
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xgpt.core.placement import DEVICE, Placement, Shares, stage_tensors
+from xgpt.core.placement import DEVICE, AskedPlacement, Placement, Shares, stage_tensors
+from xgpt.core.problem import Problem
 from xscheduler.block_program import Choice
 from xscheduler.placed_programs import Programs
 
@@ -13,6 +15,19 @@ ROUNDS = 4  # chosen: programs that are solved with less memory, until whole ten
 # chosen: share of a stage's weights that a tensor has, from which other shares are tried
 COARSE = 0.05
 ON_DEVICE = (0.49, *np.linspace(0, 1, 21).tolist())  # chosen: below a half the embedding is not
+
+
+def options_of(part: Problem) -> list[Placement]:
+    """Placements, without shares, of each way to compute attention that the job allows."""
+    asked, host = part.fixed.placement or AskedPlacement(), part.cluster.tier("host")
+    ways = [False, True] if host and host.attention and asked.kv_bits != 4 else [False]
+    if asked.host_attention is not None:
+        ways = [own for own in ways if own == asked.host_attention] or ways[:1]
+    on_device = (1.0, 0.0, 0.0)
+    return [Placement(
+        weights=on_device, kv=on_device, hidden=on_device, device_batch=1,
+        order=asked.order or "zigzag", overlap=asked.overlap is not False, host_attention=own,
+        weight_bits=asked.weight_bits or 16, kv_bits=asked.kv_bits or 16) for own in ways]
 
 
 def in_whole(programs: Programs, choice: Choice) -> tuple[Choice, Placement] | None:
