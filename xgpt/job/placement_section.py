@@ -17,7 +17,7 @@ from xgpt.core.cluster import Cluster, Link, Tier
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import Mistake
 from xgpt.core.model import ModelSpec
-from xgpt.core.placement import DISK, TIERS, AskedPlacement, Shares
+from xgpt.core.placement import DISK, TIERS, Shares
 from xgpt.core.system.machine import gpus_here
 from xgpt.core.units import EIGHT_BITS, parse_bytes, parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
@@ -67,27 +67,6 @@ class _Placement:
 # fields of the section `schedule`
 FIELDS = (("placement", Annotated[_Placement | None, Field(
     description="a mapping, for example {weights: [0.2, 0.8, 0], kv: [0, 1, 0]}")], None),)
-
-
-def placement_of(reading: Reading, own: Any) -> AskedPlacement | None:
-    """The values of a placement that the section `schedule`, read as `own`, fixes; None: it has
-    none."""
-    if own.placement is None:
-        return None
-    asked = AskedPlacement(**vars(own.placement))
-    strange = ", ".join(name for name in own.policies if name not in PLACED_POLICIES)
-    for is_wrong, key, allowed in (
-            (asked.hidden and asked.hidden[DISK], "placement.hidden",
-             "a last share of 0: hidden states never lie on disk"),
-            (asked.kv_bits == 4 and asked.host_attention, "placement.kv_bits",
-             "16 with host_attention: true: the host attends to entries as they were computed"),
-            (strange, "policy", f"{' or '.join(PLACED_POLICIES)} beside placement: {strange} has "
-             "none"),
-            ((own.tp_degree or 1) > 1, "tp_degree", "1 beside placement"),
-            (own.tp_gpus, "tp_gpus", "0 beside placement")):
-        if is_wrong:
-            reading.reject(f"schedule.{key}", allowed)
-    return asked
 
 
 _Rate = Annotated[float, amount(parse_bytes, lambda x: 1 <= x < math.inf, "bytes/s, or '3 GB'")]
@@ -152,40 +131,50 @@ def wrong_placement(job: Job, model: ModelSpec) -> Iterator[Mistake]:
 def _tier_names(job: Job) -> list[str]:
     """Tiers of a node of the job's cluster; this machine's rates are not measured yet."""
     if job.cluster == LOCAL_CLUSTER:
-        has_host = bool(gpus_here()) or any(tier.name == "host" for tier in job.tiers)
-        return ["host"] * has_host + ["disk"]
+        has_host = any(one.name == "host" for one in job.tiers) or gpus_here()
+        return ["host", "disk"] if has_host else ["disk"]
     own = job.cluster if isinstance(job.cluster, Cluster) else catalog.cluster(job.cluster)
     return [tier.name for tier in with_tiers(own, job).tiers]
 
 
 def check_placed(job: Job, reading: Reading) -> None:
-    """Records what contradicts a placement, or memory below the devices, in the rest of the file.
-    """
-    asked, run, is_own = job.schedule.placement, job.run, job.run.engine == OWN_ENGINE
+    """Records what contradicts a placement, or memory below the devices, in the file."""
+    asked, run, own = job.schedule.placement, job.run, job.schedule
     limits = job.constraint.host_bytes, job.constraint.disk_bytes
     names = _tier_names(job) if job.cluster and (asked or any(limits)) else list(TIERS)
     has = f"a node has {' and '.join(names) or 'none'}; give `tiers`"
-    for index, (name, key, limit) in enumerate(zip(TIERS[1:], ("host_memory", "disk"), limits,
-                                                   strict=True), start=1):
-        if limit is not None and name not in names:
-            reading.reject(f"constraint.{key}", f"of a cluster with the tier {name}: {has}")
-        for pool in ("weights", "kv", "hidden") if asked and name not in names else ():
-            if (shares := getattr(asked, pool)) is not None and shares[index]:
-                reading.reject(f"schedule.placement.{pool}",
-                               f"0 for {name}, a tier that is not there: {has}")
-    why = "xgpt's own runner alone works with memory below the devices"
-    if not is_own and run.offload not in ("auto", "off"):
-        reading.reject("run.offload", f"auto or off with run.engine {run.engine}: {why}")
-    if asked is None:
-        return
-    for is_wrong, key, allowed in (
-            (not is_own, "run.engine", f"{OWN_ENGINE} beside schedule.placement: {why}"),
+    why = f"{OWN_ENGINE}'s own runner alone works with memory below the devices"
+    is_folder, is_own = run.offload not in ("auto", "off"), run.engine == OWN_ENGINE
+    wrongs = [(is_folder and not is_own, "run.offload",
+               f"auto or off with run.engine {run.engine}: {why}")]
+    if asked is not None:
+        strange = ", ".join(name for name in own.policies if name not in PLACED_POLICIES)
+        beside = "beside schedule.placement"
+        wrongs += [
+            (asked.hidden is not None and asked.hidden[DISK] > 0, "schedule.placement.hidden",
+             "a last share of 0: hidden states never lie on disk"),
+            (asked.kv_bits == 4 and bool(asked.host_attention), "schedule.placement.kv_bits",
+             "16 with host_attention: true: the host attends to entries as they were computed"),
+            (bool(strange) and reading.has("schedule.policy"), "schedule.policy",
+             f"{' or '.join(PLACED_POLICIES)} {beside}: {strange} has none"),
+            ((own.tp_degree or 1) > 1, "schedule.tp_degree", f"1 {beside}"),
+            (bool(own.tp_gpus), "schedule.tp_gpus", f"0 {beside}"),
+            (not is_own, "run.engine", f"{OWN_ENGINE} {beside}: {why}"),
             (job.plan_engine != OWN_ENGINE and reading.has("plan.engine"), "plan.engine",
-             f"{OWN_ENGINE} beside schedule.placement"),
-            (run.offload == "off", "run.offload", "auto, or a folder, beside schedule.placement"),
+             f"{OWN_ENGINE} {beside}"),
+            (run.offload == "off", "run.offload", f"auto, or a folder, {beside}"),
             *((bits == 4 and dtype in EIGHT_BITS, f"schedule.placement.{name}_bits",
                f"16 beside run.{name}_dtype: {dtype}") for name, bits, dtype in (
                    ("weight", asked.weight_bits, run.weight_dtype),
-                   ("kv", asked.kv_bits, run.kv_dtype)))):
+                   ("kv", asked.kv_bits, run.kv_dtype)))]
+    for index, (name, key, limit) in enumerate(zip(TIERS[1:], ("host_memory", "disk"), limits,
+                                                   strict=True), start=1):
+        wrongs.append((limit is not None and name not in names, f"constraint.{key}",
+                       f"of a cluster with the tier {name}: {has}"))
+        wrongs += [(name not in names and shares is not None and shares[index] > 0,
+                    f"schedule.placement.{pool}", f"0 for {name}, a tier that is not there: {has}")
+                   for pool in ("weights", "kv", "hidden")
+                   if (shares := getattr(asked, pool, None)) is not None]
+    for is_wrong, key, allowed in wrongs:
         if is_wrong:
             reading.reject(key, allowed)

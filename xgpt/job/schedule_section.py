@@ -31,6 +31,7 @@ from xgpt.core.engines import OWN_ENGINE, SHARING_ENGINES, rows_of_others
 from xgpt.core.errors import nearest
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.model import ModelSpec
+from xgpt.core.placement import AskedPlacement
 from xgpt.core.policies import (
     Policy,
     able_policies,
@@ -171,7 +172,7 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
     names = {field.name for field in fields(FixedSchedule)} - {"others", "placement"}
     schedule = FixedSchedule(
         **{name: getattr(own, name) for name in names},
-        placement=placement_section.placement_of(reading, own),
+        placement=own.placement and AskedPlacement(**vars(own.placement)),
         others=tuple((name, value) for name, value in vars(own).items() if value is not None
                      and name not in names | _OF_ADJUSTMENT))
     batches = batches_section.batches_of(reading, own)
