@@ -99,8 +99,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     weights = kept_weights.weights(weights_key(plan, schedule), lambda: _read(
         staged(plan), schedule, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
-    # an encode pool does not decode
-    is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
+    # an encode pool does not decode; copies between tiers cannot be captured
+    is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode" and (
+        pool.placement is None)
     capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
     forms = Forms(plan.model_dir, weights.model.spec.vocab_size)
     if plan.has_forms and weights.model.is_last and forms.refusal:
