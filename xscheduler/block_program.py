@@ -16,6 +16,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.units import GIB
+from xsimulator.placed_memory import MemoryRows
 
 SHARES = 9
 FREE = ((0.0, 1.0),) * (SHARES - 1) + ((0.0, 0.0),)  # hidden states never lie on disk
@@ -47,20 +48,6 @@ class Step(NamedTuple):
             for part, own in zip(self.parts, terms, strict=True))
 
 
-class Memory(NamedTuple):
-    """Rows of memory: `by_share` [rows, 9] times the shares plus `fixed` [rows] is at most
-    `capacity` [rows], in bytes. `tiers`: the tier of each row."""
-
-    by_share: FloatArray
-    fixed: FloatArray
-    capacity: FloatArray
-    tiers: tuple[int, ...]
-
-    def beyond(self, shares: FloatArray) -> FloatArray:
-        """[rows] bytes beyond the capacity; 0 where the row holds."""
-        return np.asarray(np.maximum(self.by_share @ shares + self.fixed - self.capacity, 0.0))
-
-
 class Solution(NamedTuple):
     """Shares [9] of the least period. prices: [3] by tier, share of throughput that one GiB more
     would bring."""
@@ -77,7 +64,7 @@ class Program:
 
     requests: float
     steps: tuple[Step, ...]
-    memory: Memory
+    memory: MemoryRows
     serial_share: float
     limit_s: float = math.inf
     bounds: Sequence[tuple[float, float]] = FREE

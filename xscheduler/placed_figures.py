@@ -39,13 +39,16 @@ def placed_figures(problem: Problem, timing: TimingSource, programs: Programs, c
             tiers.append(TierBytes(name=name, weights=weights, kv=kv, hidden=hidden, work=work,
                                    free=max(int(room[tier] - own.sum()), 0),
                                    price=float(choice.solution.prices[tier])))
-    least = least_room(problem, timing).memory_bytes
+    least, layers = least_room(problem, timing).memory_bytes, programs.plan.times.layers
     return PlacedFigures(
         tiers=tuple(tiers), steps=tuple(_steps(programs, choice, placement)), tried=tried,
         block=choice.requests * programs.groups,
         program_qps=choice.solution.qps * programs.part.copies,
         any_order_qps=any_order_qps(programs) * programs.part.copies,
-        diagonal_block=int(choice.requests * programs.groups * diagonal_ratio(programs)),
+        diagonal_block=int(choice.requests * programs.groups * diagonal_over_zigzag(
+            layers.model.num_layers * layers.model.kv_elements_per_token_layer
+            * programs.part.kv_item_bytes, layers.row_bytes, programs.work.inputs.mean,
+            programs.work.iterations + 1)),
         needed_bytes=int(least if math.isfinite(least) else least_weight_bytes(problem)))
 
 
@@ -91,18 +94,11 @@ def any_order_qps(programs: Programs) -> float:
     return most / (steps * reading_s) if reading_s else math.inf
 
 
-def diagonal_ratio(programs: Programs) -> float:
-    """Requests of a block in diagonal order over those of a zig-zag block of as many bytes
-    (FlexGen, A.2): its requests are at different tokens, so that few hold all their entries."""
-    layers, work = programs.plan.times.layers, programs.work
-    entry = layers.model.kv_elements_per_token_layer * programs.part.kv_item_bytes
-    return diagonal_over_zigzag(layers.model.num_layers * entry, layers.row_bytes,
-                                work.inputs.mean, work.iterations + 1)
-
-
 def diagonal_over_zigzag(entry: float, row: float, inputs: float, outputs: float) -> float:
-    """The ratio for requests of so many tokens. entry, row: bytes of a token's entries in all
-    layers, and of its hidden state."""
+    """Requests of a block in diagonal order over those of a zig-zag block of as many bytes
+    (FlexGen, A.2). Its requests are at different tokens, so that few hold all their entries.
+
+    entry, row: bytes of a token's entries in all layers, and of its hidden state."""
     zigzag = row + entry * (inputs + outputs)
     diagonal = row + entry * (2 * inputs + outputs) * (outputs - 1) / (2 * outputs)
     return zigzag / diagonal

@@ -18,7 +18,7 @@ from xgpt.core.placement import DEVICE, AskedPlacement, Placement
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xscheduler.block_program import FREE, Choice, Memory, Part, Program, Step
+from xscheduler.block_program import FREE, Choice, Part, Program, Step
 from xsimulator.placed import PlacedSteps
 from xsimulator.placed_memory import MemoryRows, PlacedMemory
 from xsimulator.placed_terms import PlacedStep
@@ -197,7 +197,7 @@ class Programs:
         return Program(
             requests=float(self.encode_batch(slots[index])), serial_share=serial_share,
             limit_s=self._limit_s, bounds=self.bounds,
-            memory=Memory(rows.by_share[index], rows.fixed[index], rows.capacity, rows.tiers),
+            memory=rows._replace(by_share=rows.by_share[index], fixed=rows.fixed[index]),
             steps=tuple(Step(
                 float(kind.often[index]), float(kind.watched[index]),
                 tuple(Part(times, terms.by_share[index], terms.fixed[index]) for times, terms in (
