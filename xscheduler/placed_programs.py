@@ -101,7 +101,9 @@ class Programs:
         more = 1 + 1 / stay
         mean = ((np.sqrt(9 + 4 * more * slots) - 3) / (2 * more)) ** 2
         found = np.floor(mean / stay * self.groups)
-        return np.asarray(found - (self._slots_of(found) > slots))
+        found = found - (self._slots_of(found) > slots)
+        is_all = slots >= (self.part.num_queries or math.inf)  # the job has no more requests
+        return np.asarray(np.where(is_all, np.maximum(found, 1.0), found))
 
     def _slots_of(self, batch: FloatArray) -> FloatArray:
         """Slots of a group for `batch` requests a period, [blocks]. Of `rra` three deviations above

@@ -122,7 +122,7 @@ class Placing:
             for programs in self._programs(layout, is_rra, limit_s / factor):
                 best_qps = max((own.solution.qps for _, own in found), default=0.0)
                 blocks, wanted_qps = programs.all(), least_qps / programs.part.copies
-                self._tried += sum(map(len, blocks.values()))
+                self._tried += 0 if trials else sum(map(len, blocks.values()))
                 found += [(programs, own) for own in best_blocks(
                     blocks, REPLAYED, max((1 - NEAR) * best_qps, wanted_qps))]
             found.sort(key=lambda one: -one[1].solution.qps)
@@ -224,7 +224,8 @@ class Placing:
         found = []
         for programs in self._unlimited():
             batch, own = next(iter(programs.all().items()))
-            found += [trial for choice in best_blocks({batch: {min(own): own[min(own)]}})
+            least = dict(sorted(own.items())[:1])
+            found += [trial for choice in best_blocks({batch: least})
                       if (trial := self._trial(programs, choice)) is not None]
         return found
 

@@ -190,3 +190,9 @@ def test_control_variables_that_the_job_fixes_are_kept():
     own = schedule.controls
     assert (own.policy, own.encode_batch, own.decode_iterations) == ("rra", 6, 5)
     assert schedule.placed.block >= 6
+
+
+@pytest.mark.parametrize("policy", ["ft", "rra"])
+def test_a_job_of_two_requests_is_planned(policy):
+    schedule = plan(small(num_queries=2, fixed=FixedSchedule(policies=(policy,))))
+    assert schedule.placed.block <= 2 and schedule.controls.encode_batch <= 2
