@@ -105,7 +105,8 @@ class Lender:
             self._brought(following)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Ends the copies' threads and closes the file."""
+        self._mover.close()
         self.file.close()
 
     def _brought(self, unit: object) -> _Buffer:

@@ -33,8 +33,8 @@ class Ticket:
 class Mover:
     """Executes copies in threads, a thread for each term, which begin with the first copy. After
     an error no copy begins, and every call raises that error. `seconds`, `num_bytes`: of the
-    copies done, by term. `waited_s`: what the caller spent in `wait`, the part of the copies that
-    no computing hid."""
+    copies done, by term. `waited_s`: what the caller spent on copies, in `wait` or without overlap,
+    which is the part of them that no computing hid."""
 
     def __init__(self, *, overlap: bool = True, device: torch.device | str = "cpu") -> None:
         """overlap: False executes each copy at once in the caller's thread."""
@@ -61,7 +61,9 @@ class Mover:
             ready.record()
         ticket = Ticket(num_bytes, call, after, ready)
         if not self._overlap:
+            before_s = self.seconds[term]
             self._execute(term, ticket)
+            self.waited_s += self.seconds[term] - before_s
             ticket.wait()
             return ticket
         if term not in self._queues:
@@ -85,6 +87,13 @@ class Mover:
             ticket.done.wait()
         if self._error is not None:
             raise self._error
+
+    def taken(self) -> tuple[dict[str, float], dict[str, int], float]:
+        """`seconds`, `num_bytes` and `waited_s`, which begin at 0 again. No copy is under way."""
+        found = self.seconds, self.num_bytes, self.waited_s
+        self.seconds, self.num_bytes = dict.fromkeys(TERMS, 0.0), dict.fromkeys(TERMS, 0)
+        self.waited_s = 0.0
+        return found
 
     def close(self) -> None:
         """Ends the threads: copies under way end, those that wait do not begin. May be called

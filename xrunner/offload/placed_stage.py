@@ -118,12 +118,16 @@ class PlacedStage(StageModel):
             cache.close()
 
     def report(self, compute_s: float) -> OffloadReport:
-        """Seconds and bytes so far. `compute_s`: of all steps, copies waited for included."""
+        """Seconds and bytes since the last report: the next run may use the same stage.
+        `compute_s`: of all steps, copies waited for included."""
         mover, arenas = self.tiers.mover, self.tiers.arenas
+        peaks = {arena.tier: arena.peak for arena in arenas}
+        for arena in arenas:
+            arena.peak = arena.held
+        seconds, num_bytes, waited_s = mover.taken()
         return OffloadReport(
-            seconds={**mover.seconds, "compute": max(compute_s - mover.waited_s, 0.0)},
-            num_bytes=dict(mover.num_bytes), waited_s=mover.waited_s, io=self.lender.file.file.way,
-            peaks={arena.tier: arena.peak for arena in arenas})
+            seconds={**seconds, "compute": max(compute_s - waited_s, 0.0)}, num_bytes=num_bytes,
+            waited_s=waited_s, io=self.lender.file.file.way, peaks=peaks)
 
     def _through(self, inputs: Tensor, cache: PlacedCache, pieces: Sequence[Piece], *,
                  is_again: bool) -> Tensor:

@@ -1,5 +1,6 @@
 """Loads one rank's part of the model, ready to execute steps."""
 
+import gc
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +58,11 @@ class KeptWeights:
         on. Collective: the key must be new on every rank or on none."""
         if self._content is not None and self._content[0] == key:
             return Weights(self._content[1].model, 0.0, 0)
-        self._content = None  # first: both might not fit
+        before, self._content = self._content, None  # first: both might not fit
+        if before is not None and isinstance(before[1].model, PlacedStage):
+            before[1].model.lender.close()
+            del before
+            gc.collect()  # a stage on tiers and its parts refer to each other
         self._content = key, load()
         return self._content[1]
 

@@ -30,6 +30,14 @@ def test_copies_of_a_term_are_done_in_their_order(mover):
     assert mover.seconds["read"] > 0 == mover.seconds["write"]
 
 
+def test_all_seconds_of_copies_at_once_are_waited_for():
+    mover = Mover(overlap=False)
+    mover.wait(mover.submit("read", 1, lambda: time.sleep(0.02)))
+    seconds, num_bytes, waited_s = mover.taken()
+    assert num_bytes["read"] == 1 and waited_s >= seconds["read"] >= 0.02
+    assert mover.waited_s == sum(mover.seconds.values()) == sum(mover.num_bytes.values()) == 0
+
+
 def test_a_copy_begins_after_those_of_other_terms_that_it_needs():
     mover, done, may_read = Mover(), [], threading.Event()
     read = mover.submit("read", 1, lambda: (may_read.wait(10), done.append("read")))

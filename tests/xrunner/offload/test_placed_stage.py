@@ -1,7 +1,11 @@
 """A model on tiers answers as one in memory does, wherever its bytes lie and in whatever order."""
 
+import threading
+import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from xgpt.core.cluster import Tier
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.placement import DISK, TIERS, Placement, queries_by_tier
+from xrunner.rank.loading import KeptWeights, Weights
 from xsimulator.memory import StageBytes, largest_rows
 from xsimulator.placed_memory import PlacedMemory
 
@@ -87,6 +92,22 @@ def test_weights_are_loaded_once_a_step_in_zig_zag_and_once_a_batch_in_row_order
             batch=12)
         loads[order] = sum(executor.model.lender.loads[layer] for layer in range(5))
     assert loads == {"zigzag": 15, "row": 60}
+
+
+def test_runs_one_after_the_other_have_their_own_figures_and_leave_nothing(made, tmp_path):
+    directory, queries = made("llama")[0], random_queries(9)
+    _, executors = answers_on_tiers(directory, queries, placement_of(), tmp_path)
+    kept, model = KeptWeights(), weakref.ref(executors[0].model)
+    kept.weights("one placement", partial(Weights, executors.pop().model, 0.0, 0))
+    report = model().report(1.0)
+    assert report.num_bytes["read"] and report.seconds["read"] and report.waited_s
+    again = model().report(1.0)
+    assert not any(again.num_bytes.values()) and again.seconds["compute"] == 1.0
+    assert 0 < again.peaks["device"] < report.peaks["device"], "the KV cache was given back"
+    kept.weights("another", partial(Weights, None, 0.0, 0))
+    assert model() is None
+    assert not [own for own in Path("/proc/self/fd").iterdir() if "weights-" in str(own.resolve())]
+    assert not [own for own in threading.enumerate() if own.name.startswith("offload-")]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
