@@ -17,6 +17,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.units import GIB
 from xsimulator.placed_memory import MemoryRows
+from xsimulator.placed_terms import at_shares, layer_s
 
 SHARES = 9
 FREE = ((0.0, 1.0),) * (SHARES - 1) + ((0.0, 0.0),)  # hidden states never lie on disk
@@ -42,10 +43,8 @@ class Step(NamedTuple):
 
     def seconds(self, shares: FloatArray, serial_share: float) -> float:
         """Seconds of one step at these shares."""
-        terms = [part.by_share @ shares + part.fixed for part in self.parts]
-        return self.other_s + sum(part.times * float(
-            (1 - serial_share) * own.max() + serial_share * own.sum())
-            for part, own in zip(self.parts, terms, strict=True))
+        return self.other_s + sum(part.times * float(layer_s(
+            at_shares(part.by_share, shares) + part.fixed, serial_share)) for part in self.parts)
 
 
 class Solution(NamedTuple):

@@ -22,11 +22,11 @@ class Terms(NamedTuple):
 
     def at(self, shares: ArrayLike) -> FloatArray:
         """[..., 5] seconds of each term at `shares` [..., 9]."""
-        return _times(self.by_share, shares) + self.fixed
+        return at_shares(self.by_share, shares) + self.fixed
 
     def bytes_at(self, shares: ArrayLike) -> FloatArray:
         """[..., 4] bytes up, down, read and written at `shares` [..., 9]."""
-        return _times(self.moved, shares)
+        return at_shares(self.moved, shares)
 
 
 class PlacedStep(NamedTuple):
@@ -46,10 +46,14 @@ class PlacedStep(NamedTuple):
 
 def layer_s(terms: FloatArray, serial_share: float) -> FloatArray:
     """[...] seconds of a layer with `terms` [..., 5]."""
-    return np.asarray((1 - serial_share) * terms.max(-1) + serial_share * terms.sum(-1))
+    longest = terms.max(-1)
+    with np.errstate(invalid="ignore"):  # an unknown (infinite) time is one of the layer
+        return np.asarray(np.where(np.isinf(longest), longest,
+                                   (1 - serial_share) * longest + serial_share * terms.sum(-1)))
 
 
-def _times(by_share: FloatArray, shares: ArrayLike) -> FloatArray:
+def at_shares(by_share: FloatArray, shares: ArrayLike) -> FloatArray:
+    """[..., terms] sums of `by_share` [..., terms, 9] times `shares` [..., 9]."""
     own = np.asarray(shares, float)[..., None, :]
     with np.errstate(invalid="ignore"):  # an unknown (infinite) time of what is nowhere
         return np.asarray(np.where(own == 0, 0.0, by_share * own).sum(-1))

@@ -151,3 +151,16 @@ def test_a_block_of_a_size_without_known_times_has_no_solution(limit_s):
     first, *others = own.steps
     assert own.solve() is not None
     assert replace(own, steps=(first._replace(other_s=math.inf), *others)).solve() is None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("serial_share", [0.0, 0.45, 1.0])
+def test_a_time_that_is_unknown_counts_where_bytes_lie(serial_share):
+    """Off the device it is infinite, and nothing lies there; then no time is known."""
+    by_share, fixed = np.zeros((5, 9)), np.ones(5)
+    by_share[4, KV + HOST] = math.inf
+    step, on_device = Step(1.0, 1.0, (Part(2.0, by_share, fixed),)), np.zeros(9)
+    on_device[[WEIGHTS, KV, HIDDEN]] = 1.0
+    assert step.seconds(on_device, serial_share) == pytest.approx(2 * (1 + 4 * serial_share))
+    unknown = Step(1.0, 1.0, (Part(2.0, by_share, np.array([1.0, 1, 1, 1, math.inf])),))
+    assert unknown.seconds(on_device, serial_share) == math.inf
