@@ -17,6 +17,7 @@ from xgpt.core.placement import (
     GROUP,
     HEAD_TOKENS,
     HOST,
+    SECTOR,
     Placement,
     WeightTensor,
     kv_block_tokens,
@@ -46,15 +47,6 @@ class MemoryRows(NamedTuple):
     tiers: tuple[int, ...]
 
 
-class _Piece(NamedTuple):
-    """A product, or a part of the head: bytes on the device, and below it. `unit`: what is brought
-    together with it; None for the embedding, whose rows are read singly."""
-
-    unit: object
-    whole: int
-    below: int
-
-
 class _Forms(NamedTuple):
     """Bytes of a request's entries in one layer on each tier; where attention reads them from
     below the device; and of its last block, on the host, by the tier of the others."""
@@ -78,7 +70,7 @@ class PlacedMemory:
             0 if tier is None else tier.memory_bytes // ranks for tier in below)], float)
         self._of_step = StageBytes(problem, stages)
         self._block = kv_block_tokens(model.kv_heads, model.head_dim, problem.kv_item_bytes)
-        self._pieces = cache(self._find_pieces)  # by stage and bits of weights
+        self._sizes = cache(self._find_sizes)  # by stage and bits of weights
 
     def most_slots(self, options: Placement, capacity: int) -> int:
         """Most requests of `capacity` tokens whose entries all tiers of a rank could hold."""
@@ -90,31 +82,9 @@ class PlacedMemory:
         """The linear rows of groups of `slots` [...] requests of at most `capacity` tokens, for
         the options of a placement, whatever its shares."""
         count, last = np.asarray(slots, float), len(self._stages)
-        groups = groups or self._problem.fixed.value_of("decode_micro_batches") or last
-        by_share, fixed = np.zeros((*count.shape, last, 3, 9)), np.zeros((*count.shape, last, 3))
-        batch, hidden = np.minimum(placement.device_batch, count), self._hidden(count)
-        forms = self._forms(placement, capacity)
-        has_landing = self._is_far or placement.kv_bits == 4
-        for stage, assigned in enumerate(self._stages):
-            own, pieces = by_share[..., stage, :, :], self._pieces(stage, placement.weight_bits)
-            entries = assigned.num_layers * groups * count
-            own[..., DEVICE, WEIGHTS] = sum(one.whole for of in pieces for one in of)
-            own[..., HOST, WEIGHTS + HOST] = sum(one.below for of in pieces for one in of)
-            buffer, wide = _largest([one for of in pieces for one in of])
-            for tier in (HOST, DISK):
-                own[..., DEVICE, WEIGHTS + tier] = BUFFERS * buffer + (
-                    wide if placement.weight_bits == 4 else 0)
-            own[..., HOST, WEIGHTS + DISK] = BUFFERS * buffer * self._is_far
-            for tier in range(3):
-                own[..., HOST, KV + tier] = entries * forms.tails[tier]
-                own[..., tier, KV + tier] += entries * forms.held[tier]
-            own[..., DEVICE, HIDDEN] = hidden
-            own[..., DEVICE if self._model.decoder.experts else HOST, HIDDEN + HOST] = hidden
-            fixed[..., stage, DEVICE] = (self._vectors(stage) + self._activations(stage, batch)
-                                         + BUFFERS * batch * max(forms.near[HOST:]))
-            fixed[..., stage, HOST] = (BUFFERS * batch * forms.held[DISK] * has_landing
-                                       + self._hidden(batch) * bool(self.room[HOST]))
-            fixed[..., stage, DISK] = sum(one.below for of in pieces for one in of)
+        lasting, buffers, fixed = self._parts(placement, count, capacity, groups or (
+            self._problem.fixed.value_of("decode_micro_batches") or last))
+        by_share = lasting + buffers
         if not self.room[HOST]:  # the device holds what is kept of entries on disk
             by_share[..., DEVICE, :] += by_share[..., HOST, :]
             fixed[..., DEVICE] += fixed[..., HOST]
@@ -125,73 +95,87 @@ class PlacedMemory:
             np.tile(self.room[there], last), tuple(there) * last)
 
     def held(self, placement: Placement, slots: int, capacity: int, groups: int) -> FloatArray:
-        """[stages, 3 tiers, 4] bytes of weights, entries, hidden states and work (buffers, norms,
-        activations; on disk the rest of the file of weights), of whole tensors and requests."""
-        found, forms = np.zeros((len(self._stages), 3, 4)), self._forms(placement, capacity)
-        ranges = queries_by_tier(slots, placement.kv)
-        batch = [min(placement.device_batch, len(own)) for own in ranges]
-        alone = min(placement.device_batch, slots)  # a device batch lies on one tier, as a whole
-        hosted = len(queries_by_tier(slots, placement.hidden)[HOST])
-        hidden = (slots, 0) if self._model.decoder.experts else (
-            max(slots - hosted, alone), min(hosted + alone, slots) if hosted else 0)
-        staged = BUFFERS * sectors(max(batch[tier] * forms.near[tier] for tier in (HOST, DISK)))
-        landing = BUFFERS * sectors(batch[DISK] * forms.held[DISK]) * (
-            self._is_far or placement.kv_bits == 4)
-        for stage, assigned in enumerate(self._stages):
-            own, layers = found[stage], assigned.num_layers
-            self._add_weights(own, stage, placement)
-            own[:, 1] = [groups * sectors(layers * len(part) * row)
-                         for part, row in zip(ranges, forms.held, strict=True)]
-            own[HOST, 1] += sum(groups * sectors(layers * len(part) * tail)
-                                for part, tail in zip(ranges, forms.tails, strict=True))
-            own[:HOST + 1, 2] = [self._hidden(count) for count in hidden]
-            own[DEVICE, WORK] += staged + self._vectors(stage) + self._activations(
-                stage, max(batch))
-            own[HOST, WORK] += landing
-        if not self.room[DISK]:
-            found[:, DISK, WORK] = 0.0
+        """[stages, 3 tiers, 4] bytes of weights (on disk the whole file), entries, hidden states
+        and work (buffers, norms, activations), of whole tensors and requests."""
+        found = np.zeros((len(self._stages), 3, 4))
+        kv, hidden = ([len(part) / slots for part in queries_by_tier(slots, own)]
+                      for own in (placement.kv, placement.hidden))
+        for stage, (lasting, buffers, fixed) in enumerate(zip(*self._parts(
+                placement, np.array(float(slots)), capacity, groups), strict=True)):
+            shares, sizes = np.zeros(9), self._sizes(stage, placement.weight_bits)
+            tiers = np.array(tier_of_tensors(
+                [own.elements for own in self._tensors(stage)], placement.weights))
+            shares[:KV] = [own[tiers == tier].sum() / own.sum() for tier, own in enumerate(sizes)]
+            shares[KV:] = *kv, *hidden
+            found[stage, :, :WORK] = (lasting * shares).reshape(3, 3, 3).sum(-1)
+            needed = (buffers * (shares > 0)).reshape(3, 3, 3).max(-1).sum(-1)
+            found[stage, :, WORK] = fixed + needed
+        found[:, DISK] = found[:, DISK][:, [WORK, 1, 2, 0]] * bool(self.room[DISK])
         if not self._is_far and not any(shares[HOST] for shares in (
                 placement.weights, placement.kv, placement.hidden)):
             found[:, DEVICE] += found[:, HOST]  # the runner has one arena for both
             found[:, HOST] = 0.0
         return found
 
-    def _add_weights(self, held: FloatArray, stage: int, placement: Placement) -> None:
-        """Adds a stage's weights and their buffers to `held` [3, 4]."""
-        tiers = tier_of_tensors([own.elements for own in self._tensors(stage)], placement.weights)
-        lent = dict[int, list[_Piece]]({HOST: [], DISK: []})
-        for tier, pieces in zip(tiers, self._pieces(stage, placement.weight_bits), strict=True):
-            held[tier, 0] += sum(own.below if tier else own.whole for own in pieces)
-            held[DISK, WORK] += sum(own.below for own in pieces) * (tier != DISK)
-            if tier:
-                lent[tier] += pieces
-        buffer, wide = _largest(lent[HOST] + lent[DISK])
-        packed = placement.weight_bits == 4
-        held[DEVICE, WORK] += BUFFERS * buffer + packed * wide
-        held[HOST, WORK] += BUFFERS * _largest(lent[DISK])[0] * self._is_far
+    def _parts(self, placement: Placement, count: FloatArray, capacity: int,
+               groups: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[..., stages, 3 tiers, 9] bytes that lie there, by share; as many of buffers, which are
+        there with any share; and [..., stages, 3] others: norms, activations, the file of weights.
+        A buffer of weights has room for the largest unit of all, wherever it lies."""
+        shape, forms = (*count.shape, len(self._stages), 3), self._forms(placement, capacity)
+        lasting, buffers, fixed = np.zeros((*shape, 9)), np.zeros((*shape, 9)), np.zeros(shape)
+        batch, is_packed = np.minimum(placement.device_batch, count), placement.weight_bits == 4
+        has_landing = self._is_far or placement.kv_bits == 4
+        for stage, assigned in enumerate(self._stages):
+            own, more = lasting[..., stage, :, :], buffers[..., stage, :, :]
+            for tier, size in enumerate(self._sizes(stage, placement.weight_bits).sum(-1)):
+                own[..., tier, WEIGHTS + tier] = size * (tier != DISK)
+            whole, below = self._unit(placement.weight_bits)
+            entries = assigned.num_layers * groups * count
+            for tier in range(3):
+                own[..., HOST, KV + tier] = entries * forms.tails[tier]
+                own[..., tier, KV + tier] += entries * forms.held[tier]
+            for tier in (HOST, DISK):
+                more[..., DEVICE, WEIGHTS + tier] = BUFFERS * below + whole * is_packed
+                more[..., DEVICE, KV + tier] = BUFFERS * batch * forms.near[tier]
+            more[..., HOST, WEIGHTS + DISK] = BUFFERS * below * self._is_far
+            more[..., HOST, KV + DISK] = BUFFERS * batch * forms.held[DISK] * has_landing
+            own[..., DEVICE, HIDDEN] = self._hidden(count)
+            own[..., DEVICE if self._model.decoder.experts else HOST,
+                HIDDEN + HOST] = self._hidden(count)
+            # a device batch lies on one tier, as a whole
+            more[..., :DISK, HIDDEN + HOST] = self._hidden(batch)[..., None]
+            fixed[..., stage, :DISK] = (2 * groups + BUFFERS) * SECTOR  # ends of sectors
+            fixed[..., stage, DEVICE] += self._vectors(stage) + self._activations(stage, batch)
+            fixed[..., stage, DISK] = self._sizes(stage, placement.weight_bits)[DISK].sum()
+        return lasting, buffers, fixed
 
     def _tensors(self, stage: int) -> list[WeightTensor]:
         return stage_tensors(self._model, self._stages[stage].num_layers, is_first=stage == 0,
                              is_last=stage == len(self._stages) - 1)
 
-    def _find_pieces(self, stage: int, bits: int) -> list[list[_Piece]]:
-        """The pieces of each tensor of a stage, in order."""
-        item, table = (sizes[own] for sizes, own in (
-            (WEIGHT_BYTES, self._problem.weight_dtype), (DTYPE_BYTES, self._problem.dtype)))
-        found, layer = list[list[_Piece]](), -1
-        for tensor in self._tensors(stage):
-            layer += tensor.name in ("qkv", "attention")  # the first of a layer
-            if tensor.name == "embedding":
-                found.append([_Piece(None, tensor.held_bytes(table), tensor.held_bytes(table))])
-                continue
-            is_head = tensor.name == "head"
-            parts = range(0, tensor.outputs, HEAD_TOKENS if is_head else tensor.outputs)
-            kind = tensor.name.rpartition(".")[0]
-            found.append([_Piece(("head", first) if is_head else (layer, kind),
-                                 own.held_bytes(item), own.held_bytes(item, bits))
-                          for first in parts for own in [tensor._replace(
-                              outputs=min(parts.step, tensor.outputs - first))]])
-        return found
+    def _bytes(self, tensor: WeightTensor, bits: int) -> tuple[int, int]:
+        """Bytes of a product on the device, and below it."""
+        if tensor.name == "embedding":
+            return (tensor.held_bytes(DTYPE_BYTES[self._problem.dtype]),) * 2
+        item = WEIGHT_BYTES[self._problem.weight_dtype]
+        return tensor.held_bytes(item), tensor.held_bytes(item, bits)
+
+    def _find_sizes(self, stage: int, bits: int) -> FloatArray:
+        """[3 tiers, tensors] bytes of each tensor of a stage, were it there."""
+        sizes = np.array([self._bytes(own, bits) for own in self._tensors(stage)], float).T
+        return sizes[[DEVICE, HOST, HOST]]
+
+    def _unit(self, bits: int) -> FloatArray:
+        """[2] bytes on the device, and below it, of the largest unit that is brought at once: the
+        products of a layer or of an expert, or a piece of the head."""
+        units = defaultdict[str, FloatArray](lambda: np.zeros(2))
+        head = WeightTensor("head", min(self._model.vocab_size, HEAD_TOKENS),
+                            self._model.hidden_size)
+        for tensor in (*layer_tensors(self._model), *([head] if self._model.head_params else [])):
+            units[tensor.name if tensor is head else tensor.name.rpartition(".")[0]] += (
+                self._bytes(tensor, bits))
+        return np.asarray(np.max([*units.values()], axis=0))
 
     def _vectors(self, stage: int) -> int:
         """Bytes of norms, biases, routers and positions, which stay on the device."""
@@ -229,13 +213,3 @@ class PlacedMemory:
                                   * (GROUP // 2 + 4))
         held = (near[DEVICE], packed, packed) if is_packed else near
         return _Forms(held, near, (0, tail if is_packed else 0, tail))
-
-
-def _largest(pieces: Sequence[_Piece]) -> tuple[int, int]:
-    """Bytes of the largest unit of these pieces below the device, and widened on it."""
-    below, whole = defaultdict[object, int](int), defaultdict[object, int](int)
-    for piece in pieces:
-        if piece.unit is not None:
-            below[piece.unit] += piece.below
-            whole[piece.unit] += piece.whole
-    return max(below.values(), default=0), max(whole.values(), default=0)

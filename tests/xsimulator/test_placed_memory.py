@@ -10,7 +10,7 @@ from test_placed import ON_DEVICE, ON_DISK, ON_HOST, problem_of
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.placement import HOST, Placement
+from xgpt.core.placement import HOST, SECTOR, Placement
 from xrunner.engine.kv import kv_shape
 from xrunner.models import stage_model
 from xrunner.offload.arena import Arena
@@ -102,8 +102,9 @@ def test_entries_take_of_each_tier_what_was_planned(tmp_path, kv, attention, bit
     caches = placed_caches(2, shape, tiers)
     held, without = (memory.held(replace(placement, kv=own), 10, 150, 2)[0]
                      for own in (kv, ON_DEVICE))
-    buffers = held[:, WORK] - without[:, WORK]
-    assert [arena.held for arena in arenas] == (held[:, 1] + buffers).tolist()
+    planned = held[:, 1] + held[:, WORK] - without[:, WORK]
+    taken, ends = np.array([arena.held for arena in arenas]), 6 * SECTOR  # of 2 caches, 2 buffers
+    assert (np.abs(planned - taken) <= ends).all()
     for cache in caches:
         cache.close()
     tiers.mover.close()
