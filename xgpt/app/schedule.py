@@ -163,7 +163,8 @@ class Plan(Printed):
         """Names of other engines (vLLM with fp8 weights too) and the seconds that the job takes by
         their computed times, where these differ."""
         own, problem = self.prediction, self.opened.problem
-        if own is None or not isinstance(self.timing, Roofline) or problem.model.split.is_asked:
+        if own is None or not isinstance(self.timing, Roofline) or problem.model.split.is_asked or (
+                self.schedule.placed is not None):  # which other engines do not execute
             return []
         asked = [(engine, problem.weight_dtype) for engine in (VLLM, OWN_ENGINE)
                  if engine != self.opened.job.plan_engine]

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 from xgpt.app.opened_job import OpenedJob
 from xgpt.core import catalog
@@ -79,6 +78,6 @@ def refuse_folder(job: Job, estimate: Estimate) -> None:
     if not needed:
         return
     folder = job.offload_folder
-    held = sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
+    held = sum(path.stat().st_size for path in folder.glob("weights-*"))  # of earlier runs
     if (allowed := why_no_disk(folder, max(needed - held, 0))) is not None:
         raise wrong(job.source, "run.offload", str(folder), allowed)

@@ -62,6 +62,9 @@ def test_room_for_all_stages_is_looked_for_before_a_run(tmp_path):
     refuse_folder(job, estimate(ON_DISK))
     refuse_folder(job, estimate(None))
     much = replace(ON_DISK, budgets=((0, 0, 10**16), (0, 0, 10**15)))
+    job.offload_folder.mkdir(exist_ok=True)
+    with (job.offload_folder / "of another program").open("wb") as other:
+        other.truncate(10**13)
     with pytest.raises(InputError, match=r"with room for .* \(11,000,000,000,000,000 bytes\): .*"
                                          r" are free"):
         refuse_folder(job, estimate(much))
