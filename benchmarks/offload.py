@@ -2,7 +2,7 @@
 each in a memory cgroup of one limit.
 
     python benchmarks/offload.py --config FILE --keep FOLDER [--part gain ...] [--only TEXT]
-                                 [--rounds 2] [--out benchmarks/results]
+                                 [--first 0] [--rounds 2] [--out benchmarks/results]
 
 The limit of a cgroup counts the page cache and everything else of a contender's processes. Before
 each run the files of the model are dropped from the page cache. FILE says what is on this machine:
@@ -74,7 +74,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--part", action="append", default=[],
                         choices=("batches", "gain", "lengths", "placements", "bits"))
     parser.add_argument("--only", default="", help="loads and contenders whose names have this")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="the last round")
+    parser.add_argument("--first", type=int, default=0, help="the first round")
     return parser.parse_args()
 
 
@@ -83,7 +84,8 @@ class Bench:
 
     def __init__(self, config: dict[str, Any], given: argparse.Namespace) -> None:
         self._config, self._keep, self._only = config, given.keep, given.only
-        self._rounds, self.kept = given.rounds, Kept(given.keep / "outcomes.jsonl")
+        self._rounds = range(given.first, given.rounds + 1)
+        self.kept = Kept(given.keep / "outcomes.jsonl")
 
     def find_batches(self) -> None:
         """The largest batch of each peer that survives, by doubling."""
@@ -108,7 +110,7 @@ class Bench:
                                 {"policy": "ft"})}
             for name, batch in load["batches"].items():
                 contenders[name] = partial(self._peer, load, batch)
-            for number in range(self._rounds + 1):
+            for number in self._rounds:
                 for name, run in contenders.items():
                     if self._is_wanted(load["name"], name) and (number or name not in PEERS):
                         self.kept.add(run(Turn(load["name"], name, number)))
@@ -118,7 +120,7 @@ class Bench:
         load = self._config["lengths"]
         queries = sharegpt_queries(Path(self._config["sharegpt"]), load["requests"],
                                    load["divisor"])
-        for number in range(self._rounds + 1):
+        for number in self._rounds:
             for policy in ("ft", "rra"):
                 if self._is_wanted("lengths", policy):
                     self.kept.add(self._xgpt(load, queries, {"policy": policy},
@@ -128,7 +130,7 @@ class Bench:
         """Weights of 16 and of 4 bits in turns, with few requests, so that reading binds."""
         load = self._config["bits"]
         queries = equal_queries(load["requests"], load["inputs"], load["outputs"])
-        for number in range(self._rounds + 1):
+        for number in self._rounds:
             for bits in BITS:
                 schedule = {"policy": "ft", "placement": {
                     "weight_bits": bits, **load.get("placement", {})}}
@@ -139,7 +141,7 @@ class Bench:
         """Fixed placements, each predicted and measured."""
         for load in self._config["placements"]:
             queries = equal_queries(load["requests"], load["inputs"], load["outputs"])
-            for number in range(self._rounds + 1):
+            for number in self._rounds:
                 if self._is_wanted("placements", load["name"]):
                     self.kept.add(self._xgpt(load, queries, load["schedule"],
                                              Turn("placements", load["name"], number)))
