@@ -18,7 +18,7 @@ from typing import Any
 from driver import Arguments, Report, read_arguments
 from run_transformers import generate
 
-# each holds the largest parameter (the embedding); 3 need more than 1 GiB with the 1.7B shape
+# each holds the largest parameter (the embedding); five, its default, do not fit into 1 GiB
 _BUFFERS = int(os.environ.get("ZERO_BUFFERS", "2"))
 
 
