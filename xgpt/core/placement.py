@@ -46,15 +46,6 @@ class Placement:
     kv_bits: Literal[16, 4] = 16
     budgets: tuple[Bytes, ...] = ()
 
-    def batches(self, requests: int) -> list[range]:
-        """Device batches of slots 0 .. requests - 1, in order. None holds requests whose entries
-        lie on different tiers."""
-        found = list[range]()
-        for part in queries_by_tier(requests, self.kv):
-            found += [range(first, min(first + self.device_batch, part.stop))
-                      for first in range(part.start, part.stop, self.device_batch)]
-        return found
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedPlacement:

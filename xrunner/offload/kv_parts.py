@@ -37,7 +37,7 @@ class Tiers(NamedTuple):
     folder: Path
 
     @property
-    def is_far(self) -> bool:
+    def is_gpu(self) -> bool:
         """Whether the device's memory is not its host's."""
         return self.device.type != "cpu"
 
@@ -47,7 +47,7 @@ class Tiers(NamedTuple):
             return torch.zeros(tuple(shape), dtype=dtype)
         device = self.device if tier == DEVICE else CPU
         made = self.arenas[tier].tensor(shape, dtype, what, device=device,
-                                        pin=self.is_far and tier == HOST)
+                                        pin=self.is_gpu and tier == HOST)
         return made if made.is_cpu else made.zero_()
 
     def free(self, tier: int, tensor: Tensor) -> None:

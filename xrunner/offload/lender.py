@@ -20,11 +20,11 @@ from xrunner.ops.linear import Product
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory of a unit as it is stored. `landing`: on the host, where it is read; the same memory
-    on a CPU. `unit`: the one that is there or on its way, after `tickets`."""
+    """Memory of a unit as it is stored, on the device, and on the host, where a file is read: the
+    same on a CPU. `unit`: the one that is there or on its way, after `tickets`."""
 
-    memory: Tensor
-    landing: Tensor
+    device: Tensor
+    host: Tensor
     unit: object = None
     tickets: list[Ticket] = field(default_factory=list)
 
@@ -33,11 +33,12 @@ class Lender:
     """Products by tier. `add` takes each; `lend` brings a unit of those below the device. `loads`:
     how often each unit was lent."""
 
-    def __init__(self, file: WeightsFile, arenas: Sequence[Arena | None], mover: Mover,
+    def __init__(self, file: WeightsFile, arenas: Sequence[Arena], mover: Mover,
                  device: torch.device) -> None:
         """`arenas`: by tier."""
         self.file, self.loads = file, Counter[object]()
         self._arenas, self._mover, self._device = arenas, mover, device
+        self._is_gpu = device.type != "cpu"  # whose memory is not the host's
         self._products: dict[str, Product] = {}
         self._below: dict[object, list[tuple[str, int]]] = {}  # names and tiers of a unit, by tier
         self._hosted: dict[str, Tensor] = {}
@@ -54,20 +55,21 @@ class Lender:
             self._below.setdefault(unit, []).append((name, tier))
             self._below[unit].sort(key=lambda own: -own[1])  # the disk's first: they come last
         if tier == HOST:
-            self._hosted[name] = self._read(HOST, name, is_pinned=self._is_far)
+            self._hosted[name] = self._read(HOST, name, is_pinned=self._is_gpu)
         elif tier == DEVICE:
             form = product.movable
             held = self._read(DEVICE, name)
             if self.file.stored[name].bits == 4:
-                wide = self._arena(DEVICE).tensor(form.shape, form.dtype, name, device=self._device)
+                arena = self._arenas[DEVICE]
+                wide = arena.tensor(form.shape, form.dtype, name, device=self._device)
                 unpack(held, wide)
-                self._free(held)
+                arena.free(held)
                 held = wide
             product.place(held)
 
     def table(self, name: str, tier: int) -> Tensor:
         """A table of the file as it is, read whole to the device or the host."""
-        return self._read(tier, name, is_pinned=tier == HOST and self._is_far, is_raw=False)
+        return self._read(tier, name, is_pinned=tier == HOST and self._is_gpu, is_raw=False)
 
     def open(self) -> None:
         """Makes the buffers, once all products are added. Raises XgptError."""
@@ -79,16 +81,16 @@ class Lender:
             return
         what = "a buffer of weights"
         for _ in range(2):
-            memory = self._arena(DEVICE).tensor((most,), torch.uint8, what, device=self._device)
-            landing = memory
-            if self._is_far and of_disk:
-                landing = self._arena(HOST).tensor((of_disk,), torch.uint8, what, pin=True)
-            self._buffers.append(_Buffer(memory, landing))
+            memory = self._arenas[DEVICE].tensor((most,), torch.uint8, what, device=self._device)
+            host = memory
+            if self._is_gpu and of_disk:
+                host = self._arenas[HOST].tensor((of_disk,), torch.uint8, what, pin=True)
+            self._buffers.append(_Buffer(memory, host))
         wide = max((sum(sectors(self._wide_bytes(name)) for name in own) for own in names
                     if self._is_packed(own)), default=0)
         if wide:
-            self._plain = self._arena(DEVICE).tensor((wide,), torch.uint8, "weights widened from 4 "
-                                                     "bits", device=self._device)
+            self._plain = self._arenas[DEVICE].tensor(
+                (wide,), torch.uint8, "weights widened from 4 bits", device=self._device)
 
     def lend(self, unit: object, following: object = None) -> None:
         """Places the unit's products in a buffer, and begins to bring the unit `following` (None:
@@ -100,7 +102,7 @@ class Lender:
                 self._mover.wait(ticket)
             buffer.tickets = []
             self._current = self._buffers.index(buffer)
-            self._place([name for name, _ in own], buffer.memory)
+            self._place([name for name, _ in own], buffer.device)
         if following in self._below:
             self._brought(following)
 
@@ -124,13 +126,13 @@ class Lender:
         buffer.tickets = []
         if size:
             read = self._mover.submit("read", size, partial(
-                self.file.read, names[DISK], buffer.landing[:size]))
-            buffer.tickets.append(read if not self._is_far else self._mover.submit(
-                "up", size, partial(copy, buffer.memory[:size], buffer.landing[:size]), [read]))
+                self.file.read, names[DISK], buffer.host[:size]))
+            buffer.tickets.append(read if not self._is_gpu else self._mover.submit(
+                "up", size, partial(copy, buffer.device[:size], buffer.host[:size]), [read]))
         for name in names[HOST]:
             held = self._hosted[name]
             buffer.tickets.append(self._mover.submit(
-                "up", len(held), partial(copy, buffer.memory[at:at + len(held)], held)))
+                "up", len(held), partial(copy, buffer.device[at:at + len(held)], held)))
             at += len(held)
         return buffer
 
@@ -150,30 +152,17 @@ class Lender:
               ) -> Tensor:
         """A tensor of the file in the tier's memory: as bytes on the host, where it is copied on,
         else (or not `is_raw`) in its form."""
-        size, on_host = self.file.num_bytes([name]), tier == HOST or not self._is_far
+        size, on_host = self.file.num_bytes([name]), tier == HOST or not self._is_gpu
         device = CPU if on_host else self._device
-        memory = self._arena(tier).tensor((size,), torch.uint8, name, device=device, pin=is_pinned)
-        landed = memory if on_host else Arena("host").tensor((size,), torch.uint8, name)
-        self.file.read([name], landed)
-        if landed is not memory:
-            memory.copy_(landed)
+        memory = self._arenas[tier].tensor((size,), torch.uint8, name, device=device, pin=is_pinned)
+        read = memory if on_host else Arena("host").tensor((size,), torch.uint8, name)
+        self.file.read([name], read)
+        if read is not memory:
+            memory.copy_(read)
         return memory if tier == HOST and is_raw else self.file.views([name], memory)[0]
-
-    def _free(self, tensor: Tensor) -> None:
-        self._arena(DEVICE).free(tensor)
 
     def _wide_bytes(self, name: str) -> int:
         return self._products[name].movable.nbytes
 
     def _is_packed(self, names: Sequence[str]) -> bool:
         return any(self.file.stored[name].bits == 4 for name in names)
-
-    @property
-    def _is_far(self) -> bool:
-        """Whether the device's memory is not its host's."""
-        return self._device.type != "cpu"
-
-    def _arena(self, tier: int) -> Arena:
-        found = self._arenas[tier]
-        assert found is not None, f"{tier = }: there is none"
-        return found

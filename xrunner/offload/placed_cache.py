@@ -43,11 +43,11 @@ class Piece(NamedTuple):
 
 
 class _Buffer:
-    """Memory of a piece at a time. `landing`: on the host, where a file is read. `staging`: on the
-    device. `last`: the copy that ends its use so far."""
+    """Memory of a piece at a time, on the host, where a file is read, and on the device. `last`:
+    the copy that ends its use so far."""
 
-    def __init__(self, landing: Tensor, staging: Tensor) -> None:
-        self.landing, self.staging, self.is_lent = landing, staging, False
+    def __init__(self, host: Tensor, device: Tensor) -> None:
+        self.host, self.device, self.is_lent = host, device, False
         self.last: Ticket | None = None
 
 
@@ -74,7 +74,7 @@ class PlacedCache(KvCache):
         self._earlier: list[Ticket] = []  # copies of earlier steps that may be under way
         self._lent: dict[tuple[int, int], _Lent] = {}  # by layer and first slot
         by_blocks = tiers.placement.kv_bits == 4 or (
-            tiers.is_far and not tiers.placement.host_attention)
+            tiers.is_gpu and not tiers.placement.host_attention)
         self.parts = [kv_parts.KvPart(
             kv_parts.row_form(shape, in_blocks=tier == DISK or (tier == HOST and by_blocks)),
             shape.num_layers, len(own), tiers, tier, name) for tier, own in enumerate(self._ranges)]
@@ -115,7 +115,7 @@ class PlacedCache(KvCache):
             is_below = tier != DEVICE and not spans and placement.host_attention
             device, stop = CPU if is_below else self._tiers.device, start + len(counts)
             is_staged = self.parts[tier].is_packed or (not is_below and (
-                tier == HOST or (tier == DISK and self._tiers.is_far)))
+                tier == HOST or (tier == DISK and self._tiers.is_gpu)))
             for first in range(max(own.start, start), min(own.stop, stop), most):
                 slots = range(first, min(first + most, own.stop, stop))
                 low, high = first - start, slots.stop - start
@@ -151,13 +151,13 @@ class PlacedCache(KvCache):
             lower = rows = part.rows[layer, row:row + count]
         else:
             assert buffer is not None
-            lower = rows = part.form.view(buffer.landing, count)
+            lower = rows = part.form.view(buffer.host, count)
             if has_entries:
                 before = [submit("read", part.whole_bytes(known),
                                  partial(part.load, layer, row, known, lower), before)]
         if piece.is_staged:
             assert buffer is not None
-            rows = part.near.view(buffer.staging, count)
+            rows = part.near.view(buffer.device, count)
             if has_entries:
                 before = [submit("up", sum(first for _, first in known) * part.form.token_bytes,
                                  partial(part.up, layer, row, known, lower, rows), before)]
@@ -196,9 +196,9 @@ class PlacedCache(KvCache):
         for buffer in self.buffers:
             if not buffer.is_lent:  # no other group has given it back
                 buffer.is_lent = True
-                self._tiers.free(DEVICE, buffer.staging)
-                if buffer.landing is not buffer.staging:
-                    self._tiers.free(HOST, buffer.landing)
+                self._tiers.free(DEVICE, buffer.device)
+                if buffer.host is not buffer.device:
+                    self._tiers.free(HOST, buffer.host)
 
     def _at(self, piece: Piece) -> tuple[KvPart, int]:
         """The part and the row of the piece's first slot."""
@@ -232,12 +232,12 @@ def placed_caches(count: int, shape: KvShape, tiers: Tiers) -> list[PlacedCache]
     rows = [min(part.count, tiers.placement.device_batch) for part in caches[0].parts]
     near = max(part.near.row_bytes * most for part, most in zip(
         caches[0].parts[HOST:], rows[HOST:], strict=True))
-    landed, what = caches[0].parts[DISK].form.row_bytes * rows[DISK], "a buffer of keys and values"
+    in_file, what = caches[0].parts[DISK].form.row_bytes * rows[DISK], "a buffer of keys and values"
     for _ in range(2):
-        landing = staging = tiers.tensor(DEVICE, (near,), torch.uint8, what)
-        if tiers.is_far or tiers.placement.kv_bits == 4:
-            landing = tiers.tensor(HOST, (landed,), torch.uint8, what)
-        buffer = _Buffer(landing, staging)
+        host = device = tiers.tensor(DEVICE, (near,), torch.uint8, what)
+        if tiers.is_gpu or tiers.placement.kv_bits == 4:
+            host = tiers.tensor(HOST, (in_file,), torch.uint8, what)
+        buffer = _Buffer(host, device)
         for cache in caches:
             cache.buffers.append(buffer)
     return caches

@@ -4,7 +4,6 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.placement import (
-    Placement,
     kv_block_tokens,
     queries_by_tier,
     stage_tensors,
@@ -42,12 +41,6 @@ def test_requests_lie_on_tiers_in_the_order_of_their_slots(shares, sizes):
     parts = queries_by_tier(10, shares)
     assert tuple(map(len, parts)) == sizes
     assert [slot for part in parts for slot in part] == [*range(10)]
-
-
-def test_no_device_batch_crosses_from_one_tier_to_another():
-    placement = Placement(weights=(0.0, 1.0, 0.0), kv=(0.3, 0.7, 0.0), hidden=(1.0, 0.0, 0.0),
-                          device_batch=4)
-    assert placement.batches(10) == [range(3), range(3, 7), range(7, 10)]
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 2), (2, 8, 4), (8, 128, 2), (1, 80, 2)])

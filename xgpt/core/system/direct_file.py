@@ -42,15 +42,15 @@ def why_no_disk(folder: Path, num_bytes: int) -> str | None:
 
 class DirectFile:
     """A file of whole sectors, read and written by several threads at once. Offsets, lengths and
-    addresses are multiples of SECTOR (xrunner.offload.arena makes such tensors). `bytes_read`,
-    `bytes_written`: so far."""
+    addresses are multiples of SECTOR (xrunner.offload.arena makes such tensors). `bytes_read`:
+    so far."""
 
     def __init__(self, path: Path, num_bytes: int | None = None, *,
                  is_scratch: bool = False) -> None:
         """num_bytes: makes a file of so many bytes, which may grow; None: opens one for reading.
         is_scratch: a file beside `path` without a name, which goes however the process ends. Raises
         XgptError."""
-        self.path, self.bytes_read, self.bytes_written, self._is_direct = path, 0, 0, True
+        self.path, self.bytes_read, self._is_direct = path, 0, True
         new = 0 if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
             if is_scratch:  # a name of its own: ranks may open theirs at once
@@ -83,7 +83,6 @@ class DirectFile:
     def write(self, offset: int, data: memoryview) -> None:
         """Writes `data` at `offset`. Raises XgptError."""
         self._transfer(offset, data, is_write=True)
-        self.bytes_written += len(data)
         self.num_bytes = max(self.num_bytes, offset + len(data))
 
     def sync(self) -> None:
