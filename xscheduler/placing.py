@@ -98,7 +98,7 @@ class Placing:
         smallest = [] if kept else self._smallest()
         kept += filter(self._is_kept, smallest)
         if not kept:
-            raise self._refusal(smallest)
+            raise self._refusal(trials + smallest)
         return self._schedule(kept, trials + smallest, time.monotonic() - began)
 
     @cached_property
@@ -234,11 +234,11 @@ class Placing:
             for is_rra in (False, True):
                 yield from self._programs(layout, is_rra, math.inf)
 
-    def _refusal(self, smallest: list[Trial]) -> InfeasibleError:
-        """The error for no block within the limits: with the quickest one's latency, or with the
-        bytes of the smallest."""
-        if smallest:
-            least_s = seconds_up(min(map(self._needed_s, smallest)))
+    def _refusal(self, trials: list[Trial]) -> InfeasibleError:
+        """The error for no block within the limits: with the latency of the quickest one tried, or
+        with the bytes of the smallest."""
+        if trials:
+            least_s = seconds_up(min(map(self._needed_s, trials)))
             return InfeasibleError(
                 "no schedule keeps the limits (latency "
                 f"{format_seconds(self.problem.constraint.latency_s)}): weights and KV cache lie "

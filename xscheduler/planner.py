@@ -147,10 +147,13 @@ class Planner:
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the limit (by default the problem's) with
         the constraint's confidence. Raises InfeasibleError."""
+        problem = _with_limit(self.problem, latency_bound_s)
         with self._watched():
+            if self._is_placed:
+                return Placing(problem, self.timing, tell=lambda note: None,
+                               has_margin=self.options.has_margin).best()
             return plan_with_enough(
-                _with_limit(self.problem, latency_bound_s),
-                lambda enough: self._like(enough)._steady(enough), lambda note: None)
+                problem, lambda enough: self._like(enough)._steady(enough), lambda note: None)
 
     def of(self, problem: Problem) -> Schedule:
         """The steady-state schedule of a problem like this one, with the same options; also by

@@ -21,6 +21,7 @@ from xscheduler.placed_programs import Programs, shares_of
 from xscheduler.placements import options_of
 from xscheduler.placing import Placing
 from xscheduler.planner import Planner
+from xscheduler.price import price
 from xsimulator.placed_memory import PlacedMemory
 
 SMALL = 120_000_000  # bytes: the toy's weights take 178 MB
@@ -129,6 +130,12 @@ def test_a_limit_below_the_quickest_block_is_refused_with_its_seconds():
 def test_too_little_of_every_memory_is_refused_with_the_bytes_of_each():
     with pytest.raises(InfeasibleError, match=r"device: .* can be used.*host: .*disk: "):
         plan(small(memory=3_000_000))
+
+
+def test_more_memory_is_priced_by_a_placement_of_its_own():
+    problem = small()
+    *_, memory = price(problem, Planner(problem, roofline_of(problem)).of)
+    assert "more memory" in memory.what and memory.gain is not None and memory.gain > 0.01
 
 
 def test_a_model_that_fits_plans_as_without_tiers():

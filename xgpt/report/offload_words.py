@@ -29,6 +29,6 @@ def offload_words(metrics: Mapping[str, Any]) -> str:
     tiers = [f"{row['tier']} {format_bytes(row['peak_bytes'])} of "
              f"{format_bytes(row['planned_bytes'])}" for row in metrics["offload"]["tiers"]
              if row["planned_bytes"]]
-    return "; ".join((", ".join(f"{row['term']} {row['time']}" for row in rows
-                                if row["time"] != "-") + " (measured / predicted)",
-                      f"peaks: {', '.join(tiers)}", metrics["offload"]["io"]))
+    times = ", ".join(f"{row['term']} {row['time']}" for row in rows if row["time"] != "-")
+    kinds = " (measured / predicted)" if " / " in times else ""  # none is predicted of a part
+    return "; ".join((times + kinds, f"peaks: {', '.join(tiers)}", metrics["offload"]["io"]))

@@ -343,10 +343,11 @@ def placement_facts(schedule: Schedule, model: str = "the model") -> Iterator[tu
                     f"{_where(own.kv)}, its hidden states {_where(own.hidden)}")
     yield "block", block_words(own, placed.block)
     diagonal = f"; diagonal blocks, not executed, would have {placed.diagonal_block:,} requests"
+    any_order = f"{plain(placed.any_order_qps)} requests/s in any order of work, " if (
+        math.isfinite(placed.any_order_qps)) else ""  # infinite where all could stay in memory
     yield "limits", (
-        f"{plain(placed.any_order_qps)} requests/s in any order of work, "
-        f"{plain(placed.program_qps)} by the linear program of {placed.tried:,} blocks"
-        f"{diagonal * bool(placed.diagonal_block)}")
+        f"{any_order}{plain(placed.program_qps)}{' requests/s' * (not any_order)} by the linear "
+        f"program of {counted(placed.tried, 'block')}{diagonal * bool(placed.diagonal_block)}")
 
 
 def block_words(placement: Placement, requests: int) -> str:

@@ -53,6 +53,7 @@ def test_ranks_add_up_beside_what_was_predicted_of_all_their_periods():
 def test_a_part_of_a_job_or_a_changed_schedule_has_no_prediction(changes):
     found = offload_figures(measured(**changes), SCHEDULE)["offload"]
     assert {row["predicted_s"] for row in found["terms"]} == {None}
+    assert "predicted" not in offload_words({"offload": found})
     assert offload_figures(measured(), None)["offload"]["tiers"][0]["planned_bytes"] == 0
 
 
