@@ -63,16 +63,16 @@ def _steps(programs: Programs, choice: Choice, placement: Placement) -> list[Ste
         terms, moved, seconds = np.zeros(5), np.zeros(4), 0.0
         for count, step in own:
             share = count / often
-            for times, part in ((step.layers, step.layer), (1, step.head)):
-                if part is not None:
-                    terms += share * times * part.at(shares)[0]
-                    moved += share * times * part.bytes_at(shares)[0]
+            for times, part in step.parts:
+                terms += share * times * part.at(shares)[0]
+                moved += share * times * part.bytes_at(shares)[0]
             seconds += share * float(step.seconds(shares, c)[0])
-        up, down, read, write, compute = map(float, terms)
+        up, down, read, write = map(int, moved)
         found.append(StepTerms(
-            kind="encode" if is_encode else "decode", count=often, seconds=seconds, up_s=up,
-            down_s=down, read_s=read, write_s=write, compute_s=compute, up_bytes=int(moved[0]),
-            down_bytes=int(moved[1]), read_bytes=int(moved[2]), write_bytes=int(moved[3])))
+            kind="encode" if is_encode else "decode", count=often, seconds=seconds,
+            up_bytes=up, down_bytes=down, read_bytes=read, write_bytes=write,
+            **dict(zip(("up_s", "down_s", "read_s", "write_s", "compute_s"), terms.tolist(),
+                       strict=True))))
     return found
 
 

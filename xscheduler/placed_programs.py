@@ -18,9 +18,9 @@ from xgpt.core.placement import DEVICE, AskedPlacement, Placement
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xscheduler.block_program import FREE, Choice, Part, Program, Step
+from xscheduler.block_program import FREE, Choice, Program, Step
 from xsimulator.placed import PlacedSteps
-from xsimulator.placed_memory import MemoryRows, PlacedMemory
+from xsimulator.placed_memory import PlacedMemory
 from xsimulator.placed_terms import PlacedStep
 from xsimulator.plans import PlanCache, StagePlan
 from xsimulator.replay.placed_times import PlacedTimes
@@ -115,7 +115,7 @@ class Programs:
 
     def kinds(self, choice: Choice) -> list[tuple[Kind, PlacedStep]]:
         """The kinds of steps of one block, [1] each, and their terms."""
-        return self._taken(choice.device_batch, np.array([float(choice.requests)]))[1]
+        return self._taken(self._steps(choice.device_batch), np.array([float(choice.requests)]))
 
     def held_bytes(self, placement: Placement, slots: int) -> FloatArray:
         """[stages, tiers, 4] bytes of weights, entries, hidden states and work, of whole tensors
@@ -145,7 +145,7 @@ class Programs:
         formula = Formulas(self.part, timing, self.work, plans.of(self.part)).of(
             "rra" if self.iterations else "ft")
         program, shares = choice.program, shares_of(placement)
-        each = [step.seconds(shares, program.serial_share) for step in program.steps]
+        each = [float(step.placed.seconds(shares, program.serial_share)) for step in program.steps]
         decode = [(step.often, own) for step, own in zip(program.steps, each, strict=True)][1:]
         period_s = program.period_s(shares)
         device = [budget[DEVICE] for budget in placement.budgets]
@@ -180,31 +180,29 @@ class Programs:
         slots = slots[self.encode_batch(slots) >= 1]
         # as many as the rule takes, since they decide whose entries lie where
         slots = np.unique(np.minimum(self._slots_of(self.encode_batch(slots)), most))
-        steps, taken = self._taken(batch, slots)
+        steps = self._steps(batch)
+        taken = self._taken(steps, slots)
         rows = self.memory.rows(steps.placement, slots, self.capacity)
+
+        def program(index: int) -> Program:
+            return Program(
+                requests=float(self.encode_batch(slots[index])), serial_share=steps.serial_share,
+                limit_s=self._limit_s, bounds=self.bounds,
+                memory=rows._replace(by_share=rows.by_share[index], fixed=rows.fixed[index]),
+                steps=tuple(Step(float(kind.often[index]), float(kind.watched[index]), step.of(
+                    index)) for kind, step in taken if kind.often[index]))
+
         for index, own in enumerate(slots.astype(int).tolist()):
-            yield own, cache(partial(self._program, index, slots, taken, rows,
-                                     steps.serial_share))
+            yield own, cache(partial(program, index))
 
-    def _taken(self, batch: int,
-               slots: FloatArray) -> tuple[PlacedSteps, list[tuple[Kind, PlacedStep]]]:
-        steps = PlacedSteps(self.part, self.plan.times.layers, self.plan.stages, replace(
+    def _steps(self, batch: int) -> PlacedSteps:
+        return PlacedSteps(self.part, self.plan.times.layers, self.plan.stages, replace(
             self.options, device_batch=batch))
-        return steps, [(kind, steps.encode_step(self._slowest, kind.requests) if kind.is_encode else
-                        steps.decode_step(self._slowest, kind.requests, kind.context))
-                       for kind in self._kinds(slots)]
 
-    def _program(self, index: int, slots: FloatArray, taken: list[tuple[Kind, PlacedStep]],
-                 rows: MemoryRows, serial_share: float) -> Program:
-        return Program(
-            requests=float(self.encode_batch(slots[index])), serial_share=serial_share,
-            limit_s=self._limit_s, bounds=self.bounds,
-            memory=rows._replace(by_share=rows.by_share[index], fixed=rows.fixed[index]),
-            steps=tuple(Step(
-                float(kind.often[index]), float(kind.watched[index]),
-                tuple(Part(times, terms.by_share[index], terms.fixed[index]) for times, terms in (
-                    (step.layers, step.layer), (1, step.head)) if terms is not None),
-                float(step.other_s[index])) for kind, step in taken if kind.often[index]))
+    def _taken(self, steps: PlacedSteps, slots: FloatArray) -> list[tuple[Kind, PlacedStep]]:
+        return [(kind, steps.encode_step(self._slowest, kind.requests) if kind.is_encode else
+                 steps.decode_step(self._slowest, kind.requests, kind.context))
+                for kind in self._kinds(slots)]
 
     def _kinds(self, slots: FloatArray) -> Iterator[Kind]:
         """The kinds of steps of blocks with so many slots in each group."""

@@ -90,7 +90,7 @@ class PlacedSteps(StageTimes):
             rest_s = rest_s + share * self.layers.encode_rest_s(ends / parts, 1)
         attention_s = count * self.mean_attention_s(count / parts)[1]
         layer = self._terms("encode", parts * rest_s + attention_s, [
-            *self._weights(self._layer_elements(rows, loads) * loads), *self._written(rows, count)])
+            self._weights(self._layer_elements(rows, loads)), *self._written(rows, count)])
         return self._step(stage, layer, "encode", rows, ends, (loads, parts))
 
     def decode_step(self, stage: int, requests: ArrayLike, context: ArrayLike,
@@ -113,8 +113,8 @@ class PlacedSteps(StageTimes):
             read = [read[0]._replace(links=_FETCHED[1:]),
                     _Copy(KV, "hidden", count * self._width_bytes, _ROUND)]
         layer = self._terms("decode", fixed, [
-            *self._weights(self._layer_elements(count, loads) * loads), *self._written(
-                count, count / self._block_tokens), *read])
+            self._weights(self._layer_elements(count, loads)),
+            *self._written(count, count / self._block_tokens), *read])
         for tier, attention in enumerate((on_device, on_host, on_host)):
             layer.by_share[..., COMPUTE, KV + tier] += attention
         return self._step(stage, layer, "decode", count, count, (loads, parts))
@@ -161,21 +161,24 @@ class PlacedSteps(StageTimes):
                 other_s = other_s + onward_s(self.layers, ends, TOKEN_BYTES, self._links[-1])
             if self._problem.has_head:
                 head = self._terms(phase, parts * self.layers.head_s(ends / parts, 1),
-                                   self._weights(self._problem.model.head_params * times))
+                                   [self._weights(self._problem.model.head_params * times)])
         return PlacedStep(int(self.decoder_layers[stage]), layer, head, other_s)
 
-    def _weights(self, elements: FloatArray) -> list[_Copy]:
-        bits = self.placement.weight_bits
-        of_one = PACKED_BYTES if bits == 4 else WEIGHT_BYTES[self._problem.weight_dtype]
-        return [_Copy(WEIGHTS, "weights", elements * of_one, _FETCHED,
-                      self._unpack_s(bits, elements))]
+    def _weights(self, elements: FloatArray) -> _Copy:
+        own = _Copy(WEIGHTS, "weights", elements * WEIGHT_BYTES[self._problem.weight_dtype],
+                    _FETCHED)
+        return own if self.placement.weight_bits != 4 else self._packed(own, elements)
 
     def _entries(self, tokens: FloatArray, links: Links, times: FloatArray) -> _Copy:
         """A copy of the entries of `tokens`, in so many parts."""
-        bits, elements = (self.placement.kv_bits,
-                          tokens * self._problem.model.kv_elements_per_token_layer)
-        of_one = PACKED_BYTES if bits == 4 else self._problem.kv_item_bytes
-        return _Copy(KV, "kv", elements * of_one, links, self._unpack_s(bits, elements), times)
+        elements = tokens * self._problem.model.kv_elements_per_token_layer
+        own = _Copy(KV, "kv", elements * self._problem.kv_item_bytes, links, times=times)
+        return own if self.placement.kv_bits != 4 else self._packed(own, elements)
+
+    def _packed(self, own: _Copy, elements: FloatArray) -> _Copy:
+        """The copy in 4 bits; packing is taken for as quick as widening."""
+        return own._replace(num_bytes=elements * PACKED_BYTES,
+                            packed_s=self._below_s(Operator.UNPACK, elements))
 
     def _written(self, tokens: FloatArray, parts: FloatArray) -> list[_Copy]:
         """The new entries of `tokens`, and their hidden states up and down; in row order these
@@ -184,10 +187,6 @@ class PlacedSteps(StageTimes):
                        ((UP, (HOST,)), (DOWN, (HOST,))))
         return [self._entries(tokens, _STORED, parts)] + [hidden] * (
             self.placement.order == "zigzag")
-
-    def _unpack_s(self, bits: int, elements: FloatArray) -> FloatArray | float:
-        """Seconds to widen (or, as quickly, pack) elements that have `bits` below the device."""
-        return 0.0 if bits != 4 else self._below_s(Operator.UNPACK, elements)
 
     def _below_s(self, operator: Operator, x: FloatArray, y: ArrayLike = 0.0) -> FloatArray:
         """Seconds of an operator on bytes below the device; by the roofline where the source has
@@ -207,9 +206,9 @@ class PlacedSteps(StageTimes):
         return (parts if self.placement.order == "row" else np.ones_like(parts)), parts
 
     def _layer_elements(self, rows: FloatArray, loads: FloatArray) -> FloatArray:
-        """[...] elements of a layer's products that `rows` use, for each time they are loaded: of a
-        mixture only the experts that are reached."""
+        """[...] elements of a layer's products that `rows` use in all `loads`: of a mixture only
+        the experts that are reached."""
         experts, tensors = self._problem.model.decoder.experts, layer_tensors(self._problem.model)
         routed = sum(own.elements for own in tensors if own.name.startswith("expert."))
         share = 1.0 if experts is None else experts.hit(rows / loads) / experts.count
-        return sum(own.elements for own in tensors) - routed * (1 - share) + 0 * rows
+        return (sum(own.elements for own in tensors) - routed * (1 - share)) * loads

@@ -22,11 +22,11 @@ class Terms(NamedTuple):
 
     def at(self, shares: ArrayLike) -> FloatArray:
         """[..., 5] seconds of each term at `shares` [..., 9]."""
-        return at_shares(self.by_share, shares) + self.fixed
+        return _at(self.by_share, shares) + self.fixed
 
     def bytes_at(self, shares: ArrayLike) -> FloatArray:
         """[..., 4] bytes up, down, read and written at `shares` [..., 9]."""
-        return at_shares(self.moved, shares)
+        return _at(self.moved, shares)
 
 
 class PlacedStep(NamedTuple):
@@ -38,10 +38,21 @@ class PlacedStep(NamedTuple):
     head: Terms | None
     other_s: FloatArray
 
+    def of(self, index: int) -> "PlacedStep":
+        """One of several steps."""
+        parts = [Terms(*(own[index] for own in terms)) for _, terms in self.parts]
+        return PlacedStep(self.layers, parts[0], parts[1] if self.head else None,
+                          self.other_s[index])
+
+    @property
+    def parts(self) -> list[tuple[int, Terms]]:
+        """Numbers of equal layers, each with its terms."""
+        return [(self.layers, self.layer), *([] if self.head is None else [(1, self.head)])]
+
     def seconds(self, shares: ArrayLike, serial_share: float) -> FloatArray:
         """[...] seconds of the step with `shares` [..., 9] in every layer and in the head."""
-        total = self.other_s + self.layers * layer_s(self.layer.at(shares), serial_share)
-        return total if self.head is None else total + layer_s(self.head.at(shares), serial_share)
+        return self.other_s + sum(times * layer_s(terms.at(shares), serial_share)
+                                  for times, terms in self.parts)
 
 
 def layer_s(terms: FloatArray, serial_share: float) -> FloatArray:
@@ -52,8 +63,7 @@ def layer_s(terms: FloatArray, serial_share: float) -> FloatArray:
                                    (1 - serial_share) * longest + serial_share * terms.sum(-1)))
 
 
-def at_shares(by_share: FloatArray, shares: ArrayLike) -> FloatArray:
-    """[..., terms] sums of `by_share` [..., terms, 9] times `shares` [..., 9]."""
+def _at(by_share: FloatArray, shares: ArrayLike) -> FloatArray:
     own = np.asarray(shares, float)[..., None, :]
     with np.errstate(invalid="ignore"):  # an unknown (infinite) time of what is nowhere
         return np.asarray(np.where(own == 0, 0.0, by_share * own).sum(-1))

@@ -10,8 +10,9 @@ import pytest
 
 from xgpt.core.placement import DEVICE, DISK, HOST
 from xgpt.core.units import GIB
-from xscheduler.block_program import Part, Program, Step, best_blocks
+from xscheduler.block_program import Program, Step, best_blocks
 from xsimulator.placed_memory import MemoryRows
+from xsimulator.placed_terms import PlacedStep, Terms
 
 # FlexGen's constants of a T4 machine, fitted by its authors to their runs; the disk's rate is
 # fitted to Tables 2, 3 and 5 in place of theirs (docs/offload.md)
@@ -87,7 +88,9 @@ def program(model, batch, count, capacities=CAPACITIES, limit_s=math.inf):
     return Program(
         requests=batch * count, serial_share=0.45, limit_s=limit_s,
         memory=memory(model, batch, count, capacities),
-        steps=(Step(1, 1, (Part(layers, *encode),)), Step(N - 1, N - 1, (Part(layers, *decode),))))
+        steps=tuple(Step(often, often, PlacedStep(layers, Terms(*own, np.zeros((4, 9))), None,
+                                                  np.zeros(())))
+                    for often, own in ((1, encode), (N - 1, decode))))
 
 
 def beyond(own, shares):
@@ -150,7 +153,8 @@ def test_a_block_of_a_size_without_known_times_has_no_solution(limit_s):
     own = program("30b", 8, 2, limit_s=limit_s)
     first, *others = own.steps
     assert own.solve() is not None
-    assert replace(own, steps=(first._replace(other_s=math.inf), *others)).solve() is None
+    assert replace(own, steps=(first._replace(placed=first.placed._replace(
+        other_s=np.array(math.inf))), *others)).solve() is None
 
 
 @pytest.mark.filterwarnings("error")
@@ -159,8 +163,19 @@ def test_a_time_that_is_unknown_counts_where_bytes_lie(serial_share):
     """Off the device it is infinite, and nothing lies there; then no time is known."""
     by_share, fixed = np.zeros((5, 9)), np.ones(5)
     by_share[4, KV + HOST] = math.inf
-    step, on_device = Step(1.0, 1.0, (Part(2.0, by_share, fixed),)), np.zeros(9)
+    step = PlacedStep(2, Terms(by_share, fixed, np.zeros((4, 9))), None, np.zeros(()))
+    on_device = np.zeros(9)
     on_device[[WEIGHTS, KV, HIDDEN]] = 1.0
     assert step.seconds(on_device, serial_share) == pytest.approx(2 * (1 + 4 * serial_share))
-    unknown = Step(1.0, 1.0, (Part(2.0, by_share, np.array([1.0, 1, 1, 1, math.inf])),))
+    unknown = step._replace(layer=step.layer._replace(fixed=np.array([1.0, 1, 1, 1, math.inf])))
     assert unknown.seconds(on_device, serial_share) == math.inf
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_term_without_a_known_time_leaves_its_block_out():
+    own = program("30b", 8, 2)
+    first, *others = own.steps
+    layer = first.placed.layer
+    own = replace(own, steps=(first._replace(placed=first.placed._replace(layer=layer._replace(
+        by_share=np.where(layer.by_share > 0, math.inf, 0.0)))), *others))
+    assert best_blocks({8: {16: lambda: own}}) == []

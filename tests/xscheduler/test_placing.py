@@ -94,10 +94,10 @@ def test_no_point_of_a_grid_over_the_shares_beats_the_program_of_a_block():
         assert 100 < fits.sum() < len(grid)
         c, period_s = program.serial_share, 0.0
         for step in program.steps:
-            period_s = period_s + step.often * step.other_s
-            for part in step.parts:
+            period_s = period_s + step.often * step.placed.other_s
+            for times, part in step.placed.parts:
                 terms = grid[fits] @ part.by_share.T + part.fixed
-                period_s = period_s + step.often * part.times * (
+                period_s = period_s + step.often * times * (
                     (1 - c) * terms.max(axis=1) + c * terms.sum(axis=1))
         solution = program.solve()
         assert solution.qps >= program.requests / period_s.min() * (1 - 1e-9)
