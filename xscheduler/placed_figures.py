@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from xgpt.core.placement import (
-    DEVICE,
     TIERS,
     AskedPlacement,
     PlacedFigures,
@@ -84,14 +83,10 @@ def any_order_qps(programs: Programs) -> float:
     host, disk = part.cluster.tier("host"), part.cluster.tier("disk")
     most = min(programs.memory.most_slots(programs.options, programs.capacity),
                part.num_queries or math.inf)
-    above, reading_s = room[DEVICE], 0.0
-    for tier, more in ((host, room[1]), (disk, room[2])):
-        if tier is not None:
-            reading_s = max(reading_s, max(weights - above, 0.0)
-                            / tier.up.bandwidth_bytes_per_s)
-            above += more
-    steps = programs.work.iterations + 1
-    return most / (steps * reading_s) if reading_s else math.inf
+    reading_s = max((max(weights - above, 0.0) / tier.up.bandwidth_bytes_per_s
+                     for tier, above in ((host, room[0]), (disk, room[0] + room[1]))
+                     if tier is not None), default=0.0)
+    return most / ((programs.work.iterations + 1) * reading_s) if reading_s else math.inf
 
 
 def diagonal_over_zigzag(entry: float, row: float, inputs: float, outputs: float) -> float:
@@ -108,18 +103,16 @@ def lacking(programs: Programs) -> str:
     """Words for what the smallest block lacks: its bytes on each tier, below which no placement
     is."""
     has_host, has_disk = programs.memory.room[1:] > 0
-    below, asked = (0.0, float(not has_disk), float(has_disk)), programs.part.fixed.placement
+    below = (0.0, float(not has_disk), float(has_disk))
     hidden = (0.0, 1.0, 0.0) if has_host else (1.0, 0.0, 0.0)
-    given = asked or AskedPlacement()
+    given = programs.part.fixed.placement or AskedPlacement()
     least = replace(programs.options, weights=given.weights or below, kv=given.kv or below,
                     hidden=given.hidden or hidden)
-    held = programs.held_bytes(least, 1).max(axis=0)
-    words = []
-    for tier, name in enumerate(TIERS):
-        if programs.memory.room[tier] > 0 or held[tier].any():
-            parts = [f"{format_bytes(own)} of {what}" for own, what in zip(
-                held[tier], ("weights", "KV cache", "hidden states",
-                             "two layers' buffers and activations"), strict=True) if own]
-            words.append(f"{name}: {', '.join(parts) or 'nothing'}; "
-                         f"{format_bytes(programs.memory.room[tier])} can be used")
+    held, words = programs.held_bytes(least, 1).max(axis=0), []
+    for name, room, parts in zip(TIERS, programs.memory.room, held, strict=True):
+        if room > 0 or parts.any():
+            own = [f"{format_bytes(part)} of {what}" for part, what in zip(
+                parts, ("weights", "KV cache", "hidden states",
+                        "two layers' buffers and activations"), strict=True) if part]
+            words.append(f"{name}: {', '.join(own) or 'nothing'}; {format_bytes(room)} can be used")
     return f"needs for one request, as far from the device as it may lie: {'. '.join(words)}"

@@ -97,12 +97,13 @@ class TiersSection:
     @property
     def built(self) -> tuple[Tier, ...]:
         """The tiers that are given, the host before the disk."""
-        names: tuple[Literal["host", "disk"], ...] = ("host", "disk")
-        return tuple(Tier(
-            name=name, memory_bytes=own.memory, attention=getattr(own, "attention", False),
-            **{way: Link(name=f"{name} {way}", bandwidth_bytes_per_s=getattr(own, way),
-                         latency_s=0.0, source="job file") for way in ("up", "down")})
-            for name in names if (own := getattr(self, name)) is not None)
+        def link(rate: float) -> Link:
+            return Link(name="tier", bandwidth_bytes_per_s=rate, latency_s=0.0, source="job file")
+
+        return tuple(Tier(name="host" if own is self.host else "disk", memory_bytes=own.memory,
+                          up=link(own.up), down=link(own.down),
+                          attention=isinstance(own, _Host) and own.attention)
+                     for own in (self.host, self.disk) if own is not None)
 
 
 def with_tiers(cluster: Cluster, job: Job) -> Cluster:
@@ -167,14 +168,14 @@ def check_placed(job: Job, reading: Reading) -> None:
                f"16 beside run.{name}_dtype: {dtype}") for name, bits, dtype in (
                    ("weight", asked.weight_bits, run.weight_dtype),
                    ("kv", asked.kv_bits, run.kv_dtype)))]
-    for index, (name, key, limit) in enumerate(zip(TIERS[1:], ("host_memory", "disk"), limits,
-                                                   strict=True), start=1):
-        wrongs.append((limit is not None and name not in names, f"constraint.{key}",
-                       f"of a cluster with the tier {name}: {has}"))
-        wrongs += [(name not in names and shares is not None and shares[index] > 0,
-                    f"schedule.placement.{pool}", f"0 for {name}, a tier that is not there: {has}")
-                   for pool in ("weights", "kv", "hidden")
-                   if (shares := getattr(asked, pool, None)) is not None]
+    for index, name in enumerate(TIERS[1:]):
+        if name not in names:
+            wrongs += [(limits[index] is not None, f"constraint.{('host_memory', 'disk')[index]}",
+                        f"of a cluster with the tier {name}: {has}"),
+                       *((bool(shares and shares[1 + index]), f"schedule.placement.{pool}",
+                          f"0 for {name}, a tier that is not there: {has}")
+                         for pool in ("weights", "kv", "hidden")
+                         for shares in [getattr(asked, pool, None)])]
     for is_wrong, key, allowed in wrongs:
         if is_wrong:
             reading.reject(key, allowed)

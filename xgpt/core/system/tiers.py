@@ -6,6 +6,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,28 +36,23 @@ def measured_tiers(folder: Path, host_link: Link | None = None) -> tuple[Tier, .
 
 def _disk(folder: Path) -> tuple[Link, Link]:
     """Reading from the disk of `folder`, and writing to it. The latency is a single sector's."""
-    file = DirectFile(folder / "xgpt-rate", _PARTS * _PART_BYTES, is_scratch=True)
-    try:
-        with memoryview(mmap.mmap(-1, _PART_BYTES)) as part:
-            part[:] = bytes(range(256)) * (_PART_BYTES // 256)
-            written = _repeated(lambda at: file.write(at * _PART_BYTES, part))
-            sync_s = _timed(file.sync)
-            read = _repeated(lambda at: file.read(at * _PART_BYTES, part))[:len(written)]
-            latency_s = statistics.median(_timed(lambda: file.read(0, part[:SECTOR]))
-                                          for _ in range(_PARTS))
-        taken = {"read": sum(read) / len(read), "write": (sum(written) + sync_s) / len(written)}
-        read_link, write_link = (
-            Link(name=f"disk-{kind}", bandwidth_bytes_per_s=_PART_BYTES / seconds,
-                 latency_s=latency_s, source=f"measured: requests of 8 MiB, {file.way}")
-            for kind, seconds in taken.items())
-        return read_link, write_link
-    finally:
-        file.close()
+    with closing(DirectFile(folder / "xgpt-rate", _PARTS * _PART_BYTES, is_scratch=True)) as file, (
+            memoryview(mmap.mmap(-1, _PART_BYTES))) as part:
+        part[:] = bytes(range(256)) * (_PART_BYTES // 256)
+        written = _repeated(lambda at: file.write(at * _PART_BYTES, part))
+        sync_s = _timed(file.sync)
+        read = _repeated(lambda at: file.read(at * _PART_BYTES, part), len(written))
+        link = Link(name="disk", bandwidth_bytes_per_s=_PART_BYTES / statistics.fmean(read),
+                    source=f"measured: requests of 8 MiB, {file.way}",
+                    latency_s=statistics.median(_timed(lambda: file.read(0, part[:SECTOR]))
+                                                for _ in range(_PARTS)))
+    return link, replace(link, bandwidth_bytes_per_s=_PART_BYTES * len(written) / (
+        sum(written) + sync_s))
 
 
-def _repeated(call: Callable[[int], object]) -> list[float]:
+def _repeated(call: Callable[[int], object], most: int = _PARTS) -> list[float]:
     taken = list[float]()
-    while len(taken) < _PARTS and (len(taken) < _LEAST_PARTS or sum(taken) < _MOST_S):
+    while len(taken) < most and (len(taken) < _LEAST_PARTS or sum(taken) < _MOST_S):
         taken.append(_timed(partial(call, len(taken))))
     return taken
 
