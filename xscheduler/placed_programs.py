@@ -145,21 +145,20 @@ class Programs:
         formula = Formulas(self.part, timing, self.work, plans.of(self.part)).of(
             "rra" if self.iterations else "ft")
         program, shares = choice.program, shares_of(placement)
-        each = [float(step.placed.seconds(shares, program.serial_share)) for step in program.steps]
-        decode = [(step.often, own) for step, own in zip(program.steps, each, strict=True)][1:]
+        encode, *decode = program.steps
+        encode_s = float(encode.placed.seconds(shares, program.serial_share))
         period_s = program.period_s(shares)
-        device = [budget[DEVICE] for budget in placement.budgets]
         # batches of other sizes than planned would need more slots
         as_planned: dict[str, float] = dict.fromkeys(
             ("adjustment", "mean_input_tokens", "target_active"), 0.0) if self.iterations else {}
         return formula.estimate((1, 0), point).changed(
             placement=placement, kv_tokens=choice.requests * self.capacity * self.groups,
-            throughput_qps=program.qps(shares), period_s=period_s,
-            output_tokens_per_s=program.qps(shares) * self.work.outputs.mean,
-            latency_s=program.period_s(shares, is_watched=True), encode_s=each[0] * self.groups,
-            decode_iteration_s=sum(often * own for often, own in decode) / max(
-                sum(often for often, _ in decode) / self.groups, 1e-9),
-            memory_bytes=tuple(device), fits=True, **as_planned).in_copies(self.part.copies)
+            period_s=period_s, latency_s=program.period_s(shares, is_watched=True), fits=True,
+            memory_bytes=tuple(budget[DEVICE] for budget in placement.budgets),
+            encode_s=encode_s * self.groups,
+            decode_iteration_s=(period_s - encode.often * encode_s) * self.groups / max(
+                sum(step.often for step in decode), 1e-9),
+            **as_planned).in_copies(self.part.copies)
 
     def _most_slots(self) -> int:
         """Slots of a group that the job's requests fill, and whose entries all tiers hold."""

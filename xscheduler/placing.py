@@ -115,8 +115,7 @@ class Placing:
         """Replays of the best blocks of a policy whose programs have `least_qps`. Their limit is
         closer where a replay with its margin takes longer than its program."""
         trials, limit_s = list[Trial](), self.problem.constraint.latency_s
-        factor = before = 1.0 if self._margins is None else self._margins.least_factor
-        too_close = math.inf  # least factor by which no block is left
+        factor = 1.0 if self._margins is None else self._margins.least_factor
         for _ in range(ROUNDS):
             found: list[tuple[Programs, Choice]] = []
             for programs in self._programs(layout, is_rra, limit_s / factor):
@@ -128,15 +127,10 @@ class Placing:
             found.sort(key=lambda one: -one[1].solution.qps)
             own = [one for each in found[:REPLAYED] if (one := self._trial(*each)) is not None]
             trials += own
-            if any(map(self._is_kept, own)) or not trials:
+            if any(map(self._is_kept, own)) or not own:
                 break
-            if not own:
-                too_close, factor = factor, math.sqrt(before * factor)
-                continue
-            longer = min(self._needed_s(one) / one.choice.program.period_s(
-                one.choice.solution.shares, is_watched=True) for one in own)
-            before, factor = factor, min(max(CLOSER * factor, longer),
-                                         math.sqrt(factor * too_close))
+            factor = max(CLOSER * factor, min(self._needed_s(one) / one.choice.program.period_s(
+                one.choice.solution.shares, is_watched=True) for one in own))
         return trials
 
     def _is_kept(self, trial: Trial) -> bool:
