@@ -22,6 +22,7 @@ from xscheduler.block_program import Choice
 from xscheduler.placed_programs import Programs, shares_of
 from xscheduler.refusals import least_room
 from xsimulator.memory import least_weight_bytes
+from xsimulator.placed_terms import Terms
 
 
 def placed_figures(problem: Problem, timing: TimingSource, programs: Programs, choice: Choice,
@@ -54,18 +55,15 @@ def placed_figures(problem: Problem, timing: TimingSource, programs: Programs, c
 def _steps(programs: Programs, choice: Choice, placement: Placement) -> list[StepTerms]:
     """An encode step, and a decode step (the mean of a phase), of all layers of a stage."""
     shares, found = shares_of(placement), []
-    c = choice.program.serial_share
     for is_encode in (True, False):
         own = [(float(kind.often[0]), step) for kind, step in programs.kinds(choice)
                if kind.is_encode == is_encode]
         often = sum(count for count, _ in own) or 1.0
-        terms, moved, seconds = np.zeros(5), np.zeros(4), 0.0
-        for count, step in own:
-            share = count / often
-            for times, part in step.parts:
-                terms += share * times * part.at(shares)[0]
-                moved += share * times * part.bytes_at(shares)[0]
-            seconds += share * float(step.seconds(shares, c)[0])
+        seconds = sum(count / often * float(step.seconds(
+            shares, choice.program.serial_share)[0]) for count, step in own)
+        terms, moved = (np.sum([count / often * times * at(part, shares)[0] for count, step in own
+                                for times, part in step.parts], axis=0)
+                        for at in (Terms.at, Terms.bytes_at))
         up, down, read, write = map(int, moved)
         found.append(StepTerms(
             kind="encode" if is_encode else "decode", count=often, seconds=seconds,

@@ -73,10 +73,8 @@ class Programs:
     @property
     def bounds(self) -> list[tuple[float, float]]:
         """Least and most of each share: as the job fixes them, and 0 where there is no tier."""
-        asked, cluster = self.part.fixed.placement or AskedPlacement(), self.part.cluster
-        there = (True, cluster.tier("host") is not None, cluster.tier("disk") is not None)
-        found = [bound if is_there else (0.0, 0.0)
-                 for is_there, bound in zip(3 * there, FREE, strict=True)]
+        asked, room = self.part.fixed.placement or AskedPlacement(), self.memory.room
+        found = [bound if room[at % 3] else (0.0, 0.0) for at, bound in enumerate(FREE)]
         for first, shares in ((0, asked.weights), (3, asked.kv), (6, asked.hidden)):
             if shares is not None:
                 found[first:first + 3] = [(own, own) for own in shares]
@@ -84,8 +82,8 @@ class Programs:
 
     def all(self) -> dict[int, dict[int, Callable[[], Program]]]:
         """{device batch: {slots of a group: its program}} of all blocks that the job allows."""
-        asked, most = self.part.fixed.placement or AskedPlacement(), self._most_slots()
-        given = asked.device_batch
+        most = self._most_slots()
+        given = (self.part.fixed.placement or AskedPlacement()).device_batch
         batches = sorted({min(own, most) for own in DEVICE_BATCHES}) if given is None else [
             min(given, most)]
         return {batch: dict(self._of_batch(batch, most)) for batch in batches}
