@@ -65,6 +65,9 @@ def _steps(programs: Programs, choice: Choice, placement: Placement) -> list[Ste
                                 for times, part in step.parts], axis=0)
                         for at in (Terms.at, Terms.bytes_at))
         up, down, read, write = map(int, moved)
+        groups, stages = programs.groups, len(programs.plan.stages)
+        # a stage waits for the others in the rest of its period
+        often *= groups / (groups + stages - 1 if is_encode else max(groups, stages))
         found.append(StepTerms(
             kind="encode" if is_encode else "decode", count=often, seconds=seconds,
             up_bytes=up, down_bytes=down, read_bytes=read, write_bytes=write,

@@ -203,3 +203,11 @@ def test_control_variables_that_the_job_fixes_are_kept():
 def test_a_job_of_two_requests_is_planned(policy):
     schedule = plan(small(num_queries=2, fixed=FixedSchedule(policies=(policy,))))
     assert schedule.placed.block <= 2 and schedule.controls.encode_batch <= 2
+
+
+def test_a_period_has_a_step_of_each_group_on_each_stage():
+    """A stage waits while a pipeline fills; it takes no more steps for that."""
+    schedule = plan(small(per_node=2, memory=90_000_000, fixed=FixedSchedule(
+        policies=("ft",), replicas=1, encode_batch=8, decode_micro_batches=4)))
+    pool, encode = schedule.deployment.decoding, schedule.placed.steps[0]
+    assert (len(pool.stages), pool.num_groups, encode.count) == (2, 4, pytest.approx(4))
