@@ -69,15 +69,16 @@ class Placing:
     """The search for one problem."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *, has_margin: bool,
-                 tell: Callable[[str], None]) -> None:
+                 tell: Callable[[str], None], is_steady: bool = False) -> None:
         """has_margin: limits hold with the constraint's confidence. tell: takes notes for the user.
+        is_steady: a short job, too, gets the highest throughput, not its shortest makespan.
         Raises InputError for chunks, which no placed step has."""
         if problem.fixed.encode_chunk:
             raise wrong("schedule", "schedule.encode_chunk", problem.fixed.encode_chunk,
                         "0, or left out, for a model that its devices cannot hold")
         if problem.queries is not None:  # a placed cache shares no prefixes
             problem = replace(problem, queries=replace(problem.queries, prefixes=None))
-        self.problem, self._timing = problem, timing
+        self.problem, self._timing, self._is_steady = problem, timing, is_steady
         self._evaluator = Evaluator(problem, timing)
         self._margins = Margins(problem, self._evaluator) if has_margin else None
         self._plans, self._tried = PlanCache(timing), 0
@@ -175,7 +176,7 @@ class Placing:
         """The schedule of the best trial of those that keep the limit."""
         kept = sorted(kept, key=lambda one: -one.estimate.figures.throughput_qps)[:REPLAYED]
         schedule = self._of_trial(kept[0], trials, seconds)
-        if is_short(self.problem, schedule):
+        if not self._is_steady and is_short(self.problem, schedule):
             jobs = [(one, self._evaluator.job(one.estimate, 1)) for one in kept]
             wall_s, best = min(((job.wall_s, one) for one, job in jobs if job is not None),
                                default=(math.inf, kept[0]), key=lambda pair: pair[0])
@@ -229,8 +230,7 @@ class Placing:
                 yield from self._programs(layout, is_rra, math.inf)
 
     def _refusal(self, trials: list[Trial]) -> InfeasibleError:
-        """The error for no block within the limits: with the latency of the quickest one tried, or
-        with the bytes of the smallest."""
+        """The error for no block within the limits: the quickest latency, or bytes lacking."""
         if trials:
             least_s = seconds_up(min(map(self._needed_s, trials)))
             return InfeasibleError(

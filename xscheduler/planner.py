@@ -115,6 +115,7 @@ class Planner:
         with self._watched():
             if self._is_placed:
                 schedule = Placing(problem, self.timing, tell=self._tell,
+                                   is_steady=self.options.horizon == "steady",
                                    has_margin=self.options.has_margin).best()
             else:
                 schedule = with_room(plan_with_enough(
@@ -150,7 +151,7 @@ class Planner:
         problem = _with_limit(self.problem, latency_bound_s)
         with self._watched():
             if self._is_placed:
-                return Placing(problem, self.timing, tell=lambda note: None,
+                return Placing(problem, self.timing, tell=lambda note: None, is_steady=True,
                                has_margin=self.options.has_margin).best()
             return plan_with_enough(
                 problem, lambda enough: self._like(enough)._steady(enough), lambda note: None)

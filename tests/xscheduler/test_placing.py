@@ -14,13 +14,14 @@ from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.placement import AskedPlacement
 from xgpt.core.problem import QueryLengths
+from xgpt.core.schedule import Status
 from xgpt.core.schedule_file import from_json, to_json
 from xrunner.rules.rra import most_active
 from xscheduler.placed_figures import diagonal_over_zigzag
 from xscheduler.placed_programs import Programs, shares_of
 from xscheduler.placements import options_of
 from xscheduler.placing import Placing
-from xscheduler.planner import Planner
+from xscheduler.planner import Planner, PlanOptions
 from xscheduler.price import price
 from xsimulator.placed_memory import PlacedMemory
 
@@ -136,6 +137,15 @@ def test_more_memory_is_priced_by_a_placement_of_its_own():
     problem = small()
     *_, memory = price(problem, Planner(problem, roofline_of(problem)).of)
     assert "more memory" in memory.what and memory.gain is not None and memory.gain > 0.01
+
+
+def test_a_short_job_gets_its_shortest_makespan_and_in_steady_state_the_throughput():
+    problem = small()
+    job, steady = (Planner(problem, roofline_of(problem), PlanOptions(horizon=horizon)).plan()
+                   for horizon in ("job", "steady"))
+    assert job.proof.status == Status.JOB != steady.proof.status
+    assert steady.figures.throughput_qps >= job.figures.throughput_qps
+    assert Planner(problem, roofline_of(problem)).steady().figures == steady.figures
 
 
 def test_a_model_that_fits_plans_as_without_tiers():
