@@ -116,4 +116,4 @@ def lacking(programs: Programs) -> str:
                 parts, ("weights", "KV cache", "hidden states",
                         "two layers' buffers and activations"), strict=True) if part]
             words.append(f"{name}: {', '.join(own) or 'nothing'}; {format_bytes(room)} can be used")
-    return f"needs for one request, as far from the device as it may lie: {'. '.join(words)}"
+    return f"needs at least, for one request: {'. '.join(words)}"

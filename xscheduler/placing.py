@@ -236,7 +236,7 @@ class Placing:
             return InfeasibleError(
                 "no schedule keeps the limits (latency "
                 f"{format_seconds(self.problem.constraint.latency_s)}): weights and KV cache lie "
-                f"partly below the devices, and the quickest block takes {least_s} s",
+                f"partly on host or disk, and the quickest block takes {least_s} s",
                 float(least_s))
         programs = next(self._unlimited(), None)
         return InfeasibleError("no schedule: there is too little memory. " + (

@@ -144,7 +144,7 @@ def check_placed(job: Job, reading: Reading) -> None:
     limits = job.constraint.host_bytes, job.constraint.disk_bytes
     names = _tier_names(job) if job.cluster and (asked or any(limits)) else list(TIERS)
     has = f"a node has {' and '.join(names) or 'none'}; give `tiers`"
-    why = f"{OWN_ENGINE}'s own runner alone works with memory below the devices"
+    why = f"{OWN_ENGINE}'s own runner alone places bytes on host or disk"
     is_folder, is_own = run.offload not in ("auto", "off"), run.engine == OWN_ENGINE
     wrongs = [(is_folder and not is_own, "run.offload",
                f"auto or off with run.engine {run.engine}: {why}")]

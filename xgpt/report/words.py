@@ -354,7 +354,7 @@ def block_words(placement: Placement, requests: int) -> str:
     """`128 requests in device batches of 64, zig-zag; ...`."""
     order = "zig-zag" if placement.order == "zigzag" else "row by row"
     words = [f"{requests:,} requests in device batches of {placement.device_batch:,}, {order}"]
-    words += [f"{what} in 4 bits below the device" for what, bits in (
+    words += [f"{what} in 4 bits on host and disk" for what, bits in (
         ("weights", placement.weight_bits), ("KV cache", placement.kv_bits)) if bits == 4]
     if placement.host_attention:
         words.append("decode attention on the host")

@@ -55,8 +55,8 @@ def test_what_a_placement_has_else_is_said():
     screen = " ".join(str(placed(DISK, diagonal_block=0, needed_bytes=0, tried=1,
                                  any_order_qps=math.inf)).split())
     for words in ("its weights lie 50 % on the host and 50 % on disk, its KV cache on the host",
-                  "128 requests in device batches of 64, row by row, weights in 4 bits below the "
-                  "device, copies not beside computing",
+                  "128 requests in device batches of 64, row by row, weights in 4 bits on host "
+                  "and disk, copies not beside computing",
                   "limits 0.231 requests/s by the linear program of 1 block times"):
         assert words in screen
     assert "diagonal" not in screen and "needs" not in screen
