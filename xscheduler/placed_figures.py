@@ -109,11 +109,14 @@ def lacking(programs: Programs) -> str:
     given = programs.part.fixed.placement or AskedPlacement()
     least = replace(programs.options, weights=given.weights or below, kv=given.kv or below,
                     hidden=given.hidden or hidden)
-    held, words = programs.held_bytes(least, 1).max(axis=0), []
+    blocks = {batch: min(own) for batch, own in programs.all().items() if own}
+    batch, slots = min(blocks.items(), key=lambda one: (one[1], one[0]), default=(1, 1))
+    held, words = programs.held_bytes(replace(least, device_batch=batch), slots).max(axis=0), []
     for name, room, parts in zip(TIERS, programs.memory.room, held, strict=True):
         if room > 0 or parts.any():
             own = [f"{format_bytes(part)} of {what}" for part, what in zip(
                 parts, ("weights", "KV cache", "hidden states",
                         "two layers' buffers and activations"), strict=True) if part]
             words.append(f"{name}: {', '.join(own) or 'nothing'}; {format_bytes(room)} can be used")
-    return f"needs at least, for one request: {'. '.join(words)}"
+    count = "one request" if slots == 1 else f"{slots:,} requests at once"
+    return f"needs at least, for {count}: {'. '.join(words)}"

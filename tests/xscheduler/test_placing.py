@@ -131,6 +131,10 @@ def test_a_limit_below_the_quickest_block_is_refused_with_its_seconds():
 def test_too_little_of_every_memory_is_refused_with_the_bytes_of_each():
     with pytest.raises(InfeasibleError, match=r"device: .* can be used.*host: .*disk: "):
         plan(small(memory=3_000_000))
+    with pytest.raises(InfeasibleError, match="needs at least, for one request: device"):
+        plan(small(memory=3_000_000))
+    with pytest.raises(InfeasibleError, match="needs at least, for 32 requests at once: device"):
+        plan(small(memory=3_000_000, fixed=FixedSchedule(policies=("ft",), encode_batch=32)))
 
 
 def test_more_memory_is_priced_by_a_placement_of_its_own():

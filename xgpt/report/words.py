@@ -353,7 +353,8 @@ def placement_facts(schedule: Schedule, model: str = "the model") -> Iterator[tu
 def block_words(placement: Placement, requests: int) -> str:
     """`128 requests in device batches of 64, zig-zag; ...`."""
     order = "zig-zag" if placement.order == "zigzag" else "row by row"
-    words = [f"{requests:,} requests in device batches of {placement.device_batch:,}, {order}"]
+    batch = min(placement.device_batch, requests)
+    words = [f"{counted(requests, 'request')} in device batches of {batch:,}, {order}"]
     words += [f"{what} in 4 bits on host and disk" for what, bits in (
         ("weights", placement.weight_bits), ("KV cache", placement.kv_bits)) if bits == 4]
     if placement.host_attention:

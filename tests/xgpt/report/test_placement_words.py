@@ -12,6 +12,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.placement import PlacedFigures, Placement, StepTerms, TierBytes
 from xgpt.core.units import GIB
 from xgpt.launch.exports import vllm_command
+from xgpt.report.words import block_words
 
 PLACEMENT = Placement(weights=(0.18, 0.82, 0.0), kv=(0.0, 1.0, 0.0), hidden=(0.0, 1.0, 0.0),
                       device_batch=64, host_attention=True)
@@ -59,6 +60,7 @@ def test_what_a_placement_has_else_is_said():
                   "and disk, copies not beside computing",
                   "limits 0.231 requests/s by the linear program of 1 block times"):
         assert words in screen
+    assert block_words(PLACEMENT, 1).startswith("1 request in device batches of 1, ")
     assert "diagonal" not in screen and "needs" not in screen
 
 
