@@ -28,7 +28,7 @@ def offload_words(metrics: Mapping[str, Any]) -> str:
         return ""
     tiers = [f"{row['tier']} {format_bytes(row['peak_bytes'])} of "
              f"{format_bytes(row['planned_bytes'])}" for row in metrics["offload"]["tiers"]
-             if row["planned_bytes"]]
+             if row["planned_bytes"] and row["peak_bytes"]]  # a file of weights is no arena's
     times = ", ".join(f"{row['term']} {row['time']}" for row in rows if row["time"] != "-")
     kinds = " (measured / predicted)" if " / " in times else ""  # none is predicted of a part
     return "; ".join((times + kinds, f"peaks: {', '.join(tiers)}", metrics["offload"]["io"]))
