@@ -37,21 +37,17 @@ from xsimulator.placed_terms import (
 from xsimulator.stage_times import TOKEN_BYTES, StageTimes
 
 PACKED_BYTES = 4.5 / 8  # of an element in 4 bits, with its part of scale and minimum
-Links = Sequence[tuple[int, Sequence[int]]]
-# links that bytes pass, and the tiers below which they lie
-_FETCHED = ((UP, (HOST, DISK)), (READ, (DISK,)))
-_STORED = ((DOWN, (HOST, DISK)), (WRITE, (DISK,)))
-_ROUND = ((UP, (HOST, DISK)), (DOWN, (HOST, DISK)))
+_TIERS = {UP: (HOST, DISK), DOWN: (HOST, DISK), READ: (DISK,), WRITE: (DISK,)}  # by the link
 
 
 class _Copy(NamedTuple):
-    """[...] bytes of a kind over `links`, at the rate of `what`; seconds of widening or packing;
-    how often a link's latency counts."""
+    """[...] bytes of a kind over the links of some terms, at the rate of `what`; seconds of
+    widening or packing; how often a link's latency counts."""
 
     kind: int
     what: str
     num_bytes: FloatArray
-    links: Links
+    links: tuple[int, ...]
     packed_s: FloatArray | float = 0.0
     times: FloatArray | float = 0.0
 
@@ -105,13 +101,13 @@ class PlacedSteps(StageTimes):
             joint = np.ones_like(parts)  # an expert is taken once for all device batches
         fixed = joint * self.layers.decode_rest_s(count / joint, 1)
         on_device = on_host = parts * self.layers.decode_attention_s(rows, context, 1)
-        read = [self._entries(count * np.maximum(context - 1, 0.0), _FETCHED, count)]
+        read = [self._entries(count * np.maximum(context - 1, 0.0), (UP, READ), count)]
         if self.placement.host_attention:
             if self._problem.cluster.device.kind != "cpu":
                 on_host = parts * self._below_s(Operator.HOST_ATTENTION, rows, context)
             # entries are read, queries go down and results up
-            read = [read[0]._replace(links=_FETCHED[1:]),
-                    _Copy(KV, "hidden", count * self._width_bytes, _ROUND)]
+            read = [read[0]._replace(links=(READ,)),
+                    _Copy(KV, "hidden", count * self._width_bytes, (UP, DOWN))]
         layer = self._terms("decode", fixed, [
             self._weights(self._layer_elements(count, loads)),
             *self._written(count, count / self._block_tokens), *read])
@@ -127,10 +123,10 @@ class PlacedSteps(StageTimes):
         for own in copies:
             for tier in (HOST, DISK):
                 found.by_share[..., COMPUTE, own.kind + tier] += own.packed_s
-            for term, tiers in own.links:
+            for term in own.links:
                 if (seconds := self._copy_s(term, phase, own)) is None:
                     continue
-                for tier in tiers:
+                for tier in _TIERS[term]:
                     found.moved[..., term, own.kind + tier] += own.num_bytes
                     found.by_share[..., term, own.kind + tier] += seconds
         return found
@@ -165,11 +161,12 @@ class PlacedSteps(StageTimes):
         return PlacedStep(int(self.decoder_layers[stage]), layer, head, other_s)
 
     def _weights(self, elements: FloatArray) -> _Copy:
-        own = _Copy(WEIGHTS, "weights", elements * WEIGHT_BYTES[self._problem.weight_dtype],
-                    _FETCHED)
+        num_bytes = elements * WEIGHT_BYTES[self._problem.weight_dtype]
+        own = _Copy(WEIGHTS, "weights", num_bytes, (UP, READ))
         return own if self.placement.weight_bits != 4 else self._packed(own, elements)
 
-    def _entries(self, tokens: FloatArray, links: Links, times: FloatArray) -> _Copy:
+    def _entries(self, tokens: FloatArray, links: tuple[int, int],
+                 times: FloatArray) -> _Copy:
         """A copy of the entries of `tokens`, in so many parts."""
         elements = tokens * self._problem.model.kv_elements_per_token_layer
         own = _Copy(KV, "kv", elements * self._problem.kv_item_bytes, links, times=times)
@@ -183,10 +180,9 @@ class PlacedSteps(StageTimes):
     def _written(self, tokens: FloatArray, parts: FloatArray) -> list[_Copy]:
         """The new entries of `tokens`, and their hidden states up and down; in row order these
         stay where they are used."""
-        hidden = _Copy(HIDDEN, "hidden", tokens * self.layers.row_bytes,
-                       ((UP, (HOST,)), (DOWN, (HOST,))))
-        return [self._entries(tokens, _STORED, parts)] + [hidden] * (
-            self.placement.order == "zigzag")
+        hidden = _Copy(HIDDEN, "hidden", tokens * self.layers.row_bytes, (UP, DOWN))
+        return [self._entries(tokens, (DOWN, WRITE), parts),
+                *([hidden] if self.placement.order == "zigzag" else [])]
 
     def _below_s(self, operator: Operator, x: FloatArray, y: ArrayLike = 0.0) -> FloatArray:
         """Seconds of an operator on bytes below the device; by the roofline where the source has
