@@ -164,7 +164,7 @@ class Programs:
         slots = np.unique(np.minimum(self._slots_of(self.encode_batch(slots)), most))
         steps = self._steps(batch)
         taken = self._taken(steps, slots)
-        rows = self.memory.rows(steps.placement, slots, self.capacity)
+        rows = self.memory.rows(steps.placement, slots, self.capacity, self.groups)
 
         def program(index: int) -> Program:
             return Program(

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError, wrong
+from xgpt.core.placement import PLACED_POLICIES
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Proof, Rejected, Schedule, Status
@@ -33,7 +34,6 @@ from xsimulator.placed_memory import PlacedMemory
 from xsimulator.plans import PlanCache
 from xsimulator.rough.workload import Workload
 
-POLICIES = ("ft", "rra")
 REPLAYED = 10  # chosen: best programs of a policy that are replayed
 ROUNDS = 5  # chosen: searches for a limit, since the margin is known only of a schedule
 CLOSER = 1.1  # chosen: least factor by which the limit of the next one is closer
@@ -51,7 +51,7 @@ def is_placed(problem: Problem, fits: Callable[[], bool]) -> bool:
         return True
     may = (problem.offload == "auto" and problem.cluster.tiers and problem.most_stages is None
            and not problem.model.is_encoder_decoder and (fixed.tp_degree or 1) == 1
-           and (not fixed.policies or {*fixed.policies} & {*POLICIES}))
+           and (not fixed.policies or {*fixed.policies} & {*PLACED_POLICIES}))
     return bool(may) and not fits()
 
 
@@ -147,7 +147,7 @@ class Placing:
         each number of iterations of a phase."""
         fixed, part = self.problem.fixed, layout.part
         names = [row.name for row in able_policies(replace(
-            fixed, policies=fixed.policies or POLICIES))]
+            fixed, policies=fixed.policies or PLACED_POLICIES))]
         if ("rra" if is_rra else "ft") not in names:
             return
         seen = max(part.lengths.outputs.quantile(part.constraint.quantile) - 1, 1)

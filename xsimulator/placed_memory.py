@@ -78,12 +78,11 @@ class PlacedMemory:
         return int(self.room.sum() / (layers * min(self._forms(options, capacity).held)))
 
     def rows(self, placement: Placement, slots: ArrayLike, capacity: int,
-             groups: int | None = None) -> MemoryRows:
-        """The linear rows of groups of `slots` [...] requests of at most `capacity` tokens, for
+             groups: int) -> MemoryRows:
+        """The linear rows of `groups` of `slots` [...] requests of at most `capacity` tokens, for
         the options of a placement, whatever its shares."""
         count, last = np.asarray(slots, float), len(self._stages)
-        lasting, buffers, fixed = self._parts(placement, count, capacity, groups or (
-            self._problem.fixed.value_of("decode_micro_batches") or last))
+        lasting, buffers, fixed = self._parts(placement, count, capacity, groups)
         by_share = lasting + buffers
         if not self.room[HOST]:  # the device holds what is kept of entries on disk
             by_share[..., DEVICE, :] += by_share[..., HOST, :]

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import Amount, Count, Flag, Positive, Share, Unbounded
 
+PLACED_POLICIES = ("rra", "ft")  # of the pools that may have a placement
 DEVICE, HOST, DISK = range(3)
 TIERS: tuple[Literal["device", "host", "disk"], ...] = ("device", "host", "disk")
 Shares = tuple[Share, Share, Share]  # by tier; they sum to 1

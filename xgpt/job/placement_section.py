@@ -17,13 +17,12 @@ from xgpt.core.cluster import Cluster, Link, Tier
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import Mistake
 from xgpt.core.model import ModelSpec
-from xgpt.core.placement import DISK, TIERS, Shares
+from xgpt.core.placement import DISK, PLACED_POLICIES, TIERS, Shares
 from xgpt.core.system.machine import gpus_here
 from xgpt.core.units import EIGHT_BITS, parse_bytes, parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.typed import CONFIG, Flag, Of, Reading, amount, choice, is_one_of, that, whole
 
-PLACED_POLICIES = ("rra", "ft")
 _SUM = 1e-6  # chosen: by which shares written with few digits may miss a sum of 1
 _SHARES = "three shares (device, host, disk) that sum to 1, such as [0.2, 0.8, 0]"
 
