@@ -23,6 +23,7 @@ from xsimulator.placed import PlacedSteps
 from xsimulator.placed_memory import PlacedMemory
 from xsimulator.placed_terms import PlacedStep
 from xsimulator.plans import PlanCache, StagePlan
+from xsimulator.replay.placed_times import PlacedTimes
 from xsimulator.rough.formulas import Formulas
 from xsimulator.rough.ranges import grid_of
 from xsimulator.rough.workload import Workload
@@ -118,6 +119,20 @@ class Programs:
         """[stages, tiers, 4] bytes of weights, entries, hidden states and work, of whole tensors
         and requests."""
         return self.memory.held(placement, slots, self.capacity, self.groups)
+
+    def exact_s(self, placement: Placement, choice: Choice) -> float:
+        """Seconds of a period with whole tensors and requests on the tiers."""
+        times = PlacedTimes(self.part, self.plan.times.layers, self.plan.stages, placement,
+                            choice.requests)
+        total = 0.0
+        for kind in self._kinds(np.array([float(choice.requests)])):
+            if kind.is_encode:
+                each = times.encode_rows_s(kind.requests * self.work.inputs.mean)
+                each[..., -1] += times.ends_s(kind.requests)
+            else:
+                each = times.decode_s(kind.requests, kind.context)
+            total += float(kind.often[0]) * float(each.max())
+        return total
 
     def estimate(self, timing: TimingSource, plans: PlanCache, choice: Choice,
                  placement: Placement) -> Estimate:

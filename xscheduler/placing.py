@@ -159,9 +159,10 @@ class Placing:
 
     def _trial(self, programs: Programs, choice: Choice) -> Trial | None:
         """The replay of a block, rounded; None if nothing fits then, or without a steady state."""
-        placement = in_whole(programs, choice)
-        if placement is None:
+        rounded = in_whole(programs, choice)
+        if rounded is None:
             return None
+        choice, placement = rounded
         estimate = programs.estimate(self._timing, self._plans, choice, placement)
         shown = self._evaluator.shown(estimate)
         if shown == estimate:  # no steady state
