@@ -162,6 +162,7 @@ class Placing:
         rounded = in_whole(programs, choice)
         if rounded is None:
             return None
+        bound_qps = choice.solution.qps * programs.part.copies  # with all memory
         choice, placement = rounded
         estimate = programs.estimate(self._timing, self._plans, choice, placement)
         shown = self._evaluator.shown(estimate)
@@ -169,8 +170,7 @@ class Placing:
             return None
         margin = MarginParts(factor=1.0, sentence="planned without a margin") if (
             self._margins is None) else self._margins.margin(shown)
-        return Trial(programs, choice, shown, margin,
-                     choice.solution.qps * programs.part.copies)
+        return Trial(programs, choice, shown, margin, bound_qps)
 
     def _schedule(self, kept: list[Trial], trials: list[Trial], seconds: float) -> Schedule:
         """The schedule of the best trial of those that keep the limit."""
