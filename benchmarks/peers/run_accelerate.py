@@ -51,7 +51,8 @@ def offloaded(given: Arguments) -> Any:
     config = transformers.AutoConfig.from_pretrained(given.model, trust_remote_code=False)
     with accelerate.init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, given.dtype), attn_implementation="sdpa")
+            config, dtype=getattr(torch, given.dtype), attn_implementation="sdpa",
+            trust_remote_code=False)
     model.tie_weights()
     target = Path(given.model) / "accelerate"
     if given.mode == "all":
