@@ -75,7 +75,8 @@ def loaded(given: Arguments) -> Any:
     deepspeed.init_distributed("gloo")
     kept = HfDeepSpeedConfig(how)  # while it lives, from_pretrained divides what it loads
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        given.model, dtype=getattr(torch, given.dtype), attn_implementation="sdpa").eval()
+        given.model, dtype=getattr(torch, given.dtype), attn_implementation="sdpa",
+        trust_remote_code=False).eval()
     engine = deepspeed.initialize(model=model, config=how)[0]
     assert kept is not None
     return engine.module.eval()
