@@ -126,11 +126,11 @@ def test_a_waiting_job_is_taken_back_and_handed_in_only_once(slurm, make_job):
 
 def test_several_job_files_are_an_array_of_which_one_may_fail(slurm, llama, make_job):
     queries = {name: toys.random_queries(6, seed=index) for index, name in enumerate("abc")}
-    same = "nodes: 1, ntasks_per_node: 2, time: 10, at_once: 2"
+    same = "nodes: 1, ntasks_per_node: 2, time: 10, at_once: 1"
     jobs = {name: make_job(name, queries=of, slurm=same) for name, of in queries.items()}
     ids = slurm.submit(*jobs.values())
     assert [job_id.partition("_")[2] for job_id in ids] == ["0", "1", "2"]
-    (jobs["b"].parent / "requests.jsonl").unlink()  # while it waits, or as it starts
+    (jobs["b"].parent / "requests.jsonl").unlink()  # while it waits for the first
     states = [slurm.await_end(job_id) for job_id in ids]
     for name in "ac":
         assert answers(jobs[name]) == {q.id: toys.generate(llama[1], q) for q in queries[name]}
