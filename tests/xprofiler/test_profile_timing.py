@@ -192,7 +192,7 @@ def test_widening_has_one_speed_however_much_is_widened():
 
 
 def streamed(copies: list[float], computing: list[float], both: list[float]) -> ProfileTiming:
-    """Of a layer whose weights are copied beside the computing, at rising numbers of rows."""
+    """Times of a layer whose weights are copied beside the computing, at rising numbers of rows."""
     return timing({**TABLES, **{
         TableKey(STREAMED, link=part): tuple(Sample(x=2**place, samples_s=(2 * s, s, 0.9 * s))
                                              for place, s in enumerate(seconds))

@@ -230,8 +230,12 @@ class PlacedStage(StageModel):
 
     def _rows(self, tokens: Tensor) -> Tensor:
         """Rows [T, H] of the embedding, read singly from the disk."""
-        file, found = self.lender.file, list[Tensor]()
-        before, mover = file.file.bytes_read, self.tiers.mover
-        mover.wait(mover.submit("read", 0, lambda: found.append(file.rows(TABLE, tokens))))
-        mover.num_bytes["read"] += file.file.bytes_read - before
+        file, mover, found = self.lender.file, self.tiers.mover, list[Tensor]()
+
+        def read() -> None:  # behind the reads that are under way, whose bytes are not its own
+            before = file.file.bytes_read
+            found.append(file.rows(TABLE, tokens))
+            mover.num_bytes["read"] += file.file.bytes_read - before
+
+        mover.wait(mover.submit("read", 0, read))
         return found[0].to(self.device)

@@ -46,7 +46,7 @@ def test_every_pass_reads_every_layer_once_and_none_where_they_lie_on_the_device
 
 
 def test_copies_go_on_beside_the_computing(bench):
-    """What holds however busy the machine is: nothing takes less than the longer of the two."""
+    """Both at once take at least as long as the longer one, however busy the machine is."""
     read = bench.file.read
 
     def slow(names, into):

@@ -206,7 +206,7 @@ def test_arenas_hold_what_is_planned(tmp_path: Path) -> None:
 
 
 def test_bytes_on_their_way(tmp_path: Path) -> None:
-    """Of a file whole blocks alone are read and written; a request that moves within it moves no
+    """Only whole blocks of a file are read and written; a request that moves within it moves no
     bytes."""
     tiers = tiers_of(placement_of((0.0, 0.0, 1.0)), tmp_path)
     both, moved = Both(tiers, torch.float32, PLAIN, 0), tiers.mover.num_bytes
@@ -232,7 +232,7 @@ def test_bytes_on_their_way(tmp_path: Path) -> None:
     ids=str)
 def test_tokens_whose_entries_fill_many_blocks(tmp_path: Path, policy: str,
                                                own: dict[str, Any]) -> None:
-    """Those of the model in memory, with keys and values read from the file."""
+    """Tokens equal those of the model in memory, with keys and values read from the file."""
     make_modern("llama", tmp_path / "model", head_dim=64)  # blocks of 16 tokens
     queries = random_queries(17, longest=40)
     settings = {"num_stages": 1, "rule": rule_of("ft", batch=8) if policy == "ft" else None}

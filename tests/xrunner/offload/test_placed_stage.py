@@ -110,6 +110,13 @@ def test_runs_one_after_the_other_have_their_own_figures_and_leave_nothing(made,
     assert {*threading.enumerate()} <= before
 
 
+def test_bytes_read_are_counted_once(made, tmp_path):
+    _, (executor,) = answers_on_tiers(made("llama")[0], random_queries(9), placement_of(
+        "all weights on disk"), tmp_path)
+    read = executor.model.lender.file.file.bytes_read
+    assert executor.model.report(1.0).num_bytes["read"] == read > 0
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_experts_are_read_once_a_step_and_only_those_that_rows_reach(made, tmp_path, family):
     """The experts that rows reach are those of the model in memory, in the same steps."""
