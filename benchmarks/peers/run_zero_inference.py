@@ -44,6 +44,8 @@ def main() -> None:
     report.end(deepspeed.__version__, given.queries,
                [query.output_tokens for query in given.queries])  # `generate` has looked
     shutil.rmtree(Path(given.model) / "zero", ignore_errors=True)
+    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29511_*"):
+        path.unlink(missing_ok=True)  # DeepSpeed leaves it
 
 
 def loaded(given: Arguments) -> Any:

@@ -1,5 +1,6 @@
 """Removes what killed processes leave: MPICH's files in shared memory and /tmp, which it removes
-only at an orderly end, vLLM's, which it never removes, and temporary folders of commands."""
+only at an orderly end, vLLM's and DeepSpeed's, which they never remove, and temporary folders of
+commands."""
 
 import fcntl
 import os
@@ -15,6 +16,7 @@ _LEAST_AGE_S = 60.0  # chosen: younger files may belong to ranks that are starti
 # unnoticed. mpiexec's proxy keeps the file open in which it describes the machine to its ranks.
 _KINDS = ((Path("/dev/shm"), "mpich_shm_*", _LEAST_AGE_S),
           (Path("/dev/shm"), "vllm_dist_*", _LEAST_AGE_S),
+          (Path("/dev/shm"), "deepspeed_allreduce_buffer_*", _LEAST_AGE_S),
           (Path("/tmp"), "hydra_hwloc_xmlfile_*", 0.0))
 
 

@@ -154,7 +154,7 @@ def test_what_is_neither_idle_nor_ours_is_others(tmp_path, monkeypatch):
     assert meter.others_share() == 0, "never less than nothing"
 
 
-@pytest.mark.parametrize("kind", ["mpich_shm", "vllm_dist"])
+@pytest.mark.parametrize("kind", ["mpich_shm", "vllm_dist", "deepspeed_allreduce_buffer"])
 def test_only_what_nobody_has_is_removed(tmp_path, kind):
     files = {name: tmp_path / f"{kind}_{name}_0" for name in ("left", "mapped", "young")}
     for path in (*files.values(), tmp_path / "of_another_program"):
