@@ -14,15 +14,16 @@ BoundKind = Literal["sequence", "queries"]
 # latency: from the start of a request's prefill to its last token; ttft: from there to its first
 # token; tpot: mean time of each token after the first; makespan: of the whole job, from the first
 # request's start to the last token; deadline: from there to the last token of each request, of
-# which each may have a limit of its own
-Metric = Literal["latency", "ttft", "tpot", "makespan", "deadline"]
+# which each may have a limit of its own. Where requests arrive over time, latency, ttft and
+# deadline count from the arrival; queueing: from there to the start of the prefill
+Metric = Literal["latency", "ttft", "tpot", "makespan", "deadline", "queueing"]
 # the most requests a second; the fewest devices, or the least price, that keep every limit
 Objective = Literal["throughput", "devices", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 METRIC_WORDS: Mapping[Metric, str] = {
     "latency": "latency", "ttft": "the time to the first token",
     "tpot": "the time per output token", "makespan": "the time of the whole job",
-    "deadline": "the end of each request"}
+    "deadline": "the end of each request", "queueing": "the wait for the prefill"}
 OnDeadline = Literal["finish", "stop"]  # what has not begun by its deadline is run, or left out
 ATTAINMENT = 0.95  # default share of requests that must be in time
 
@@ -48,7 +49,10 @@ def deadline_bound(limit_s: float = math.inf, attainment: float = ATTAINMENT) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     """Limits that hold jointly: one on latency, which may be infinite, and at most one on each
-    other metric. `objective` chooses among the schedules that keep them."""
+    other metric. `objective` chooses among the schedules that keep them.
+
+    `attainment`: share of the requests that must keep all limits jointly, where they arrive over
+    time; None: each limit has its own quantile."""
 
     bounds: tuple[Bound, ...]
     confidence: float = 0.95  # least probability that every limit is kept
@@ -59,6 +63,7 @@ class Constraint:
     max_gpus: int | None = None  # usable devices; None: all
     objective: Objective = "throughput"
     on_deadline: OnDeadline = "finish"
+    attainment: float | None = None
 
     @property
     def latency(self) -> Bound:

@@ -195,9 +195,13 @@ def max_in_system(controls: Controls) -> int:
 
 # How a request is routed to a replica: round-robin; least-tokens, to the replica with the fewest
 # tokens so far (known, or expected as output), so that all end together; fixed, as least-tokens,
-# but each replica keeps its requests however slow it is.
+# but each replica keeps its requests however slow it is. Where requests arrive over time,
+# least-tokens counts the tokens of those that are not done, least-queries these requests; deferred
+# keeps a request until a replica would begin it.
 ROUND_ROBIN, LEAST_TOKENS, FIXED = "round-robin", "least-tokens", "fixed"
-ROUTINGS = (LEAST_TOKENS, ROUND_ROBIN, FIXED)
+RANDOM, LEAST_QUERIES, DEFERRED = "random", "least-queries", "deferred"
+ROUTINGS = (LEAST_TOKENS, ROUND_ROBIN, FIXED)  # of a batch job
+ARRIVAL_ROUTINGS = (LEAST_QUERIES, LEAST_TOKENS, ROUND_ROBIN, RANDOM, DEFERRED, FIXED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from xgpt.core.arrivals import Arrivals
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import Constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
@@ -66,6 +67,7 @@ class Problem:
     most_stages: int | None = None
     # whether the cluster's tiers may hold what its devices cannot
     offload: Literal["auto", "off"] = "auto"
+    arrivals: Arrivals | None = None  # None: a batch job, whose requests are there at the start
 
     def __post_init__(self) -> None:
         for name in ("weight_dtype", "kv_dtype"):

@@ -16,6 +16,7 @@ from xgpt.core.controls import Controls, Order, max_in_system
 from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.placement import PlacedFigures
 from xgpt.core.policies import policies, policy
+from xgpt.core.served import Served
 from xgpt.core.units import Amount, Count, Flag, Gap, Positive, Unbounded
 
 _Part = TypeVar("_Part")
@@ -328,7 +329,7 @@ class Schedule:
     `order`: in which order requests are run, within windows of `window` requests (0: the whole
     job). `order_gain`: share of the makespan that it saves, where the planner chose it.
     `reordered`: where the order keeps shared prefixes together; else None. `placed`: of a schedule
-    whose pools have a placement; else None."""
+    whose pools have a placement. `served`: of one for requests that arrive over time."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     estimate: Estimate
@@ -346,6 +347,7 @@ class Schedule:
     order_gain: Amount = 0.0
     reordered: Reordered | None = None
     placed: PlacedFigures | None = None
+    served: Served | None = None
 
     @property
     def controls(self) -> Controls:

@@ -19,6 +19,8 @@ from xgpt.core.system.whole_file import read_text, write_atomically
 
 SCHEDULE_VERSION = 6  # of schedules on devices alone; others are refused
 PLACED_VERSION = 7  # of schedules with a placement
+SERVED_VERSION = 8  # of schedules for requests that arrive over time
+_VERSIONS = SCHEDULE_VERSION, PLACED_VERSION, SERVED_VERSION
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
@@ -33,9 +35,9 @@ def load_schedule(path: Path) -> Schedule:
     except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
-    if type(version) is not int or version not in (SCHEDULE_VERSION, PLACED_VERSION):
-        raise wrong(path, "version", version, f"this xgpt reads version {SCHEDULE_VERSION} or "
-                    f"{PLACED_VERSION}: make the schedule anew, `xgpt schedule JOB --out FILE`")
+    if type(version) is not int or version not in _VERSIONS:
+        raise wrong(path, "version", version, f"this xgpt reads version {SCHEDULE_VERSION} to "
+                    f"{SERVED_VERSION}: make the schedule anew, `xgpt schedule JOB --out FILE`")
     try:
         schedule = from_json(raw)
     except ValidationError as cause:
@@ -55,7 +57,7 @@ def load_schedule(path: Path) -> Schedule:
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """The schedule as a JSON object with a section for each part; infinity is "inf"."""
     parts = asdict(schedule)
-    for name in ("reordered", "placed"):
+    for name in ("reordered", "placed", "served"):
         if parts[name] is None:
             del parts[name]
     is_placed = any(pool.placement for pool in schedule.estimate.all_pools)
@@ -64,7 +66,8 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
             for pool in shape["deployment"]["pools"]:
                 del pool["placement"]
     sections: dict[str, Any] = plain({
-        "version": PLACED_VERSION if is_placed else SCHEDULE_VERSION,
+        "version": SERVED_VERSION if schedule.served else (
+            PLACED_VERSION if is_placed else SCHEDULE_VERSION),
         "policy": schedule.controls.policy, **parts.pop("estimate"), **parts})
     return sections
 

@@ -231,7 +231,7 @@ def test_the_file_is_json_that_any_reader_takes(tmp_path):
     ("[1]", "schedule"), ("{}", "schedule"), ("\x00", "schedule"), ("null", "schedule"),
     ("", "not a readable schedule"),
     ("[" * 100_000, "not a readable schedule"), (None, "not a readable schedule"),
-    *((json.dumps({"version": version}), "this xgpt reads version 6 or 7: make") for version in (
+    *((json.dumps({"version": version}), "this xgpt reads version 6 to 8: make") for version in (
         1, 99, [3], {"a": 1}, True, 3.0, "3", None, 2**70))])
 def test_a_file_that_is_no_schedule_of_this_version_is_wrong_input(tmp_path, text, said):
     path = tmp_path / "schedule.json"
