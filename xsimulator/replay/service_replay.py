@@ -1,6 +1,5 @@
 """Replay of requests that arrive over time, on all replicas of an Estimate."""
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.problem import Problem, QueryLengths
@@ -29,4 +28,4 @@ class ServiceReplayer:
         XgptError for a request that never fits."""
         assert concurrency is None and self.estimate.deployment.replicas == 1
         found = self._replayer.run(lengths, arrival_s=arrival_s)
-        return merge_results([found], [np.arange(len(lengths.inputs))])
+        return merge_results([found], [range(len(lengths.inputs))])
