@@ -106,7 +106,7 @@ def rra_window(encode_batch: int, num_groups: int, even: EvenBatches) -> Window:
 _LEAST_BATCHES, _EVEN = 6, 0.75
 
 
-_AWAY = Load(2**30, 0)  # of a replica that takes no requests
+AWAY = Load(2**30, 0)  # of a replica that takes no requests
 
 
 class Recall(NamedTuple):
@@ -331,7 +331,7 @@ class Router:
                   for replica in range(len(loads))]
         asked = [replica in self._takers or none or replica in self.away
                  for replica, none in enumerate(self._has_none)]
-        loads = [_AWAY if replica in self.away else load for replica, load in enumerate(loads)]
+        loads = [AWAY if replica in self.away else load for replica, load in enumerate(loads)]
         found = recalls(self.windows, self._paces, loads, coming, asked, self._again)
         self._takers |= dict(found)
         return found
