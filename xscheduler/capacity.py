@@ -1,0 +1,146 @@
+"""Capacity of a deployment: the highest rate of arrivals at which its limits hold (goodput).
+
+It is found by bisection on the rate, one replay a step (Vidur, section 6). Lengths and gaps are
+drawn once, so two rates differ by nothing else. A replay of few requests may end before its queue
+has grown, so that a rate beyond the capacity seems to hold. Therefore a replay is lengthened until
+both halves of its requests tell the same.
+
+Doubt about step times: a deployment whose steps take k times as long has, at the rate R and the
+limits L, k times the times that it has at the rate k R. So its capacity is that of the bare one
+under the limits L / k, divided by k, and no replay with longer steps is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.arrivals import Arrivals
+from xgpt.core.constraint import Constraint
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem, QueryLengths, QueryTimes
+from xscheduler.replays import DRAWN
+from xsimulator.replay.job import planned_queries
+from xsimulator.replay.service import counted, seconds_by_metric, tightness
+
+LEAST_S, LEAST_REQUESTS, LEAST_LATENCIES = 30.0, 2000, 20  # chosen, as Vidur's replays are short
+MOST_LONGER = 64  # chosen: a replay may be so many times as long as the shortest
+_AGREES = 0.25  # chosen: largest difference between the halves, as a share of the larger
+_UNUSED = 0.1  # chosen: halves that use less of their limits need not agree
+PRECISION, MOST_RATES = 0.01, 20  # chosen: of the bisection
+SEEDS = 3  # chosen
+_LOWEST = 1e-3  # chosen: share of the saturated throughput below which no rate is tried
+_RELAXATIONS, _MOST_RELAXED = 10, 16  # chosen: length of a replay near the saturated throughput
+_BRACKET = 0.03  # chosen: first half-width of the bracket for further seeds
+
+Replay = Callable[[QueryLengths, FloatArray], QueryTimes]
+
+
+class Load:
+    """Requests that arrive at any rate: lengths and gaps, drawn once for a seed."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        arrivals = problem.arrivals or Arrivals()
+        self._problem, self._arrivals, self._seed = problem, arrivals, seed
+        self._rng = np.random.default_rng((seed, 51))
+        self._drawn = [np.empty(0, np.int64)] * 2  # inputs, outputs
+
+    def at(self, rate: float, count: int) -> tuple[QueryLengths, FloatArray]:
+        """(lengths, arrival in seconds) of the first `count` requests at `rate` requests/s."""
+        while len(self._drawn[0]) < count:  # a longer load begins with the same requests
+            more = self._problem.lengths.sample(DRAWN, self._rng)
+            self._drawn = [np.concatenate(both) for both in zip(self._drawn, more, strict=True)]
+        inputs, outputs = (own[:count] for own in self._drawn)
+        return (planned_queries(self._problem, inputs, outputs),
+                self._arrivals.at_rate(rate, count, self._seed))
+
+
+class Tried(NamedTuple):
+    """The outcome of a rate: whether the limits hold, the share of them that is used up, and
+    whether the replay was long enough to tell."""
+
+    holds: bool
+    used: float
+    is_settled: bool
+
+
+@dataclass(kw_only=True)
+class Trials:
+    """Tries rates on one deployment. `replay`: the times of requests with these lengths that arrive
+    then. `requests`: length of every replay; None: as long as it takes. `slower`: factor by which
+    step times may be longer than the replay's; rates and limits are of those."""
+
+    replay: Replay
+    saturated_qps: float
+    load: Load
+    constraint: Constraint
+    requests: int | None = None
+    slower: float = 1.0
+    most_longer: int = MOST_LONGER
+    replays: int = 0
+
+    def at(self, rate: float) -> Tried:
+        """The outcome of `rate`, in requests/s."""
+        bare = rate * self.slower
+        if self.requests is not None:
+            return self._judged(bare, self.requests)[0]
+        count = first = max(LEAST_REQUESTS, int(LEAST_S * bare) + 1)
+        while True:
+            tried, latency_s = self._judged(bare, count)
+            enough = max(int(LEAST_LATENCIES * latency_s * bare) + 1, self._relaxed(rate, first))
+            if tried.is_settled and count >= enough:
+                return tried
+            if count >= self.most_longer * first:
+                return tried._replace(holds=False)
+            count = min(max(2 * count, enough), self.most_longer * first)
+
+    def _relaxed(self, rate: float, first: int) -> int:
+        """Requests until a queue at this rate has forgotten how it began: about the inverse square
+        of the share of the throughput that is idle."""
+        idle = max(1 - rate / self.saturated_qps, 1e-3)
+        return min(int(_RELAXATIONS / idle**2), _MOST_RELAXED * first)
+
+    def _judged(self, bare: float, count: int) -> tuple[Tried, float]:
+        self.replays += 1
+        lengths, arrival_s = self.load.at(bare, count)
+        times = self.replay(lengths, arrival_s)
+        assert lengths.outputs is not None
+        rows = counted(arrival_s)
+        own = {name: every[rows] for name, every in seconds_by_metric(
+            times, lengths.outputs).items()}
+        used, *halves = (tightness(
+            {name: every[part] for name, every in own.items()}, self.constraint, self.slower)
+            for part in (slice(None), slice(len(rows) // 2), slice(len(rows) // 2, None)))
+        less, more = sorted(halves)
+        is_settled = more - less <= _AGREES * more or more <= _UNUSED or less > 1
+        return Tried(used <= 1, used, is_settled), float(own["latency"].mean())
+
+
+class Found(NamedTuple):
+    """The highest rate that holds, in requests/s (0: none does), and whether all replays that
+    decided it were long enough."""
+
+    qps: float
+    is_settled: bool
+
+
+def highest_rate(trials: Trials, near: float | None = None) -> Found:
+    """The highest rate that holds, to PRECISION, from the saturated throughput on. near: a rate
+    that is likely to be near it."""
+    low, high = (0.0, True), (math.inf, True)  # rate, whether its replay was long enough
+    rate, width = near or trials.saturated_qps, _BRACKET
+    for _ in range(MOST_RATES):
+        tried = trials.at(rate)
+        low, high = ((rate, tried.is_settled), high) if tried.holds else (
+            low, (rate, tried.is_settled))
+        if high[0] - low[0] <= PRECISION * high[0] or high[0] < _LOWEST * trials.saturated_qps:
+            break
+        if near is not None and (not low[0] or math.isinf(high[0])):
+            rate = rate * (1 + width) if tried.holds else rate / (1 + width)
+            width *= 2
+        else:
+            rate = 2 * low[0] if math.isinf(high[0]) else (low[0] + high[0]) / 2
+    return Found(low[0], low[1] and high[1])
