@@ -10,7 +10,7 @@ rough formula keeps the limits, corrected by what replays of the same policy hav
 2. Else it is replayed at the rate that would beat the best. If the limits hold there, its capacity
    is found (xscheduler.capacity), and its neighbours are looked at.
 
-What no estimate makes likely to win is given up by estimate, which the account says."""
+Candidates that are unlikely to win are given up by estimate, and the account says how many."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class ServiceSearch:
         return best
 
     def value(self, candidate: Candidate, qps: float) -> float:
-        """What the objective makes the largest: requests/s in all, of a device, or for a price."""
+        """Requests/s in all, of a device, or for a price: the objective makes it the largest."""
         if self.problem.constraint.objective == "throughput":
             return qps
         price = self.problem.cluster.device.price_per_hour or 1.0
