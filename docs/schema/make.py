@@ -22,7 +22,7 @@ from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.placement import TIERS  # noqa: E402
 from xgpt.core.schedule import Estimate, Schedule  # noqa: E402
-from xgpt.core.schedule_file import PLACED_VERSION, SCHEDULE_VERSION  # noqa: E402
+from xgpt.core.schedule_file import PLACED_VERSION, SCHEDULE_VERSION, SERVED_VERSION  # noqa: E402
 from xgpt.job.job_file import job_schema  # noqa: E402
 from xgpt.job.sweep_file import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
@@ -232,11 +232,11 @@ def schedule_schema() -> Json:
     """A section for each part; the estimate's stand beside the others."""
     own = of_fields(Schedule)["properties"]
     estimate = of_fields(Estimate)["properties"]
-    return of_keys({"version": {"enum": [SCHEDULE_VERSION, PLACED_VERSION]},
+    return of_keys({"version": {"enum": [SCHEDULE_VERSION, PLACED_VERSION, SERVED_VERSION]},
                     "policy": text("its name"),
                     **estimate, **{key: own[key] for key in own if key != "estimate"}},
                    words=" ".join((Schedule.__doc__ or "").split()),
-                   without=("reordered", "placed"))
+                   without=("reordered", "placed", "served"))
 
 
 def sweep_schema(job: Json) -> Json:

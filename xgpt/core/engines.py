@@ -26,6 +26,7 @@ def load_row(place: str) -> Any:
 
 OWN_ENGINE, VLLM = "xgpt", "vllm"
 SHARING_ENGINES = (OWN_ENGINE, VLLM)  # that encode a shared prefix once
+ARRIVING_ENGINES = (OWN_ENGINE, VLLM)  # whose requests may arrive over time
 _GROUP = "xgpt.engines"
 _ROWS = {OWN_ENGINE: "xrunner.backends.engine:OWN",
          "deepspeed": "xrunner.backends.deepspeed:ENGINE",

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from xgpt.core.arrivals import PROCESSES, Process
 from xgpt.core.cluster import Cluster, Tier
 from xgpt.core.constraint import Constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, engine_names
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.job import typed
-from xgpt.job.sections import SlurmSpec, absolute, is_file
+from xgpt.job.sections import SlurmSpec, absolute, file_of, is_file
 from xgpt.requests.keys import KEYS, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.requests.request_files import RequestFiles
 
@@ -178,6 +179,22 @@ class SharedSpec:
     tokens: LengthSpec
 
 
+_Rate = Annotated[float, typed.number("requests/s > 0", gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalSpec:
+    """Keys of `workload.arrivals`: how requests arrive. Those of a file have its times, `speed`
+    times as fast, or so that `rate` arrive a second. Without any key they have their own times."""
+
+    rate: _Rate | None = None
+    process: Annotated[Process | None, typed.choice(PROCESSES)] = None
+    cv: Annotated[float, typed.number("a number > 0", gt=0)] | None = None
+    concurrency: Annotated[int, typed.whole(1, MAX_INT)] | None = None
+    file: Annotated[Path | None, file_of("a trace with a column TIMESTAMP")] = None
+    speed: Annotated[float, typed.number("a number > 0", gt=0)] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
     """The requests of a job, from files or `count` synthetic ones, and their lengths."""
@@ -195,6 +212,7 @@ class WorkloadSpec:
     # embed texts by their last hidden states, of the "last" token or their "mean"; None: generate
     embed: str | None = None
     shared: SharedSpec | None = None
+    arrivals: ArrivalSpec | None = None  # None: a batch job
 
     @property
     def only_encodes(self) -> bool:
@@ -224,6 +242,7 @@ class Job:
     price_per_hour: float | None = None  # of a device; None: the catalog's, if it has one
     adjustment: Adjustment = Adjustment()
     max_search_s: float | None = None  # seconds that the search may take; None: no limit
+    search_queries: int | None = None  # requests of a capacity replay; None: as many as it needs
     tiers: tuple[Tier, ...] = ()  # of a node, in place of the cluster's own of the same name
 
     @property

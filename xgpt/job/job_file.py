@@ -24,6 +24,7 @@ from xgpt.core.hf.values import gguf_in
 from xgpt.core.units import parse_seconds
 from xgpt.job import typed
 from xgpt.job.answer_forms import check_asked
+from xgpt.job.arrivals_section import check_arrivals
 from xgpt.job.job import LOCAL_CLUSTER, Job, RunSpec, check_run
 from xgpt.job.placement_section import TiersSection, check_placed
 from xgpt.job.plan_sections import (
@@ -37,8 +38,17 @@ from xgpt.job.plan_sections import (
     without_limit,
 )
 from xgpt.job.schedule_section import AUTO, check_sharing, schedule_of, section_kind, wrong_split
-from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
-from xgpt.job.workload_section import WorkloadSection, file_of, words_of, workload_of
+from xgpt.job.sections import (
+    MAX_COUNT,
+    Results,
+    SlurmSpec,
+    absolute,
+    check_slurm,
+    file_of,
+    is_file,
+    results_of,
+)
+from xgpt.job.workload_section import WorkloadSection, words_of, workload_of
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, parse_tree, read_tree
 from xgpt.requests.request_files import format_of
 
@@ -83,6 +93,7 @@ class _Plan:
 class _Search:
     max_seconds: Annotated[float | None, typed.amount(
         parse_seconds, lambda x: x > 0, "seconds > 0, '90 s' or '2 min'")] = None
+    queries: Annotated[int, typed.whole(1, MAX_COUNT)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,14 +237,16 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         own.cluster, InlineCluster) else own.cluster
     job = Job(
         name=own.name or path.stem, model=own.model, cluster=cluster,
-        workload=workload, constraint=constraint_of(own.constraint, own.objective),
+        workload=workload, constraint=constraint_of(
+            own.constraint, own.objective, arrive=workload.arrivals is not None),
         price_per_hour=own.price_per_hour, schedule=schedule, adjustment=adjustment, run=run,
         plan_engine=own.plan.engine or _planned_engine(own, cluster, reading), slurm=own.slurm,
         output=output,
         results=results_of(own.results, workload.requests, output, reading),
         quote_formulas=own.quote_formulas, source=Path(os.path.abspath(path)),
         profile=own.profile, calibration=own.plan.calibration,
-        max_search_s=own.search.max_seconds, tiers=own.tiers.built)
+        max_search_s=own.search.max_seconds, search_queries=own.search.queries,
+        tiers=own.tiers.built)
     _check(job, reading)
     check_asked(job, reading)
     if workload.only_encodes:
@@ -261,6 +274,7 @@ def _check(job: Job, reading: typed.Reading) -> None:
     check_run(job.run, reading)
     check_sharing(job, reading)
     check_placed(job, reading)
+    check_arrivals(job, reading)
     if (model := catalog.model_named(job.model)) is not None:
         for key, allowed in wrong_split(job.schedule, model):
             reading.reject(f"schedule.{key}", allowed)
@@ -275,7 +289,8 @@ def _check(job: Job, reading: typed.Reading) -> None:
     if job.calibration is not None and (job.profile is not None or job.cluster == LOCAL_CLUSTER):
         reading.reject("plan.calibration", "left out where step times are measured: with "
                        f"`profile`, and on `cluster: {LOCAL_CLUSTER}`")
-    for key in ("makespan_s", "deadline_s"):
+    # where requests arrive, a deadline counts from the arrival
+    for key in ("makespan_s", *(("deadline_s",) if job.workload.arrivals is None else ())):
         if reading.has(f"constraint.{key}") and not (
                 job.workload.requests or job.workload.count):
             reading.reject(f"constraint.{key}", "of a job with requests: give workload.requests, "

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core import catalog
-from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.errors import InputError, Mistake, refuse, wrong
 from xgpt.core.lengths import (
     MAX_LENGTH_TOKENS,
+    FloatArray,
     IntArray,
     JointLengths,
     Lengths,
@@ -31,6 +32,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.problem import has_room, output_room
 from xgpt.core.system.whole_file import read_text
 from xgpt.job.job import Job, LengthSpec
+from xgpt.requests.arrival_times import WORDS, arrival_of
 from xgpt.requests.choices import parts
 from xgpt.requests.request import Requests
 
@@ -189,8 +191,10 @@ MOST_LEARNED = 100_000  # chosen: first lines of an earlier run's results that a
 MAX_MISTAKES = 20  # chosen: of a bad file; the rest would only repeat them
 
 _NAMES: dict[Side, tuple[str, ...]] = {
-    "input": ("input", "input_tokens", "prompt_tokens"),
-    "output": ("output", "output_tokens", "completion_tokens")}
+    "input": ("input", "input_tokens", "prompt_tokens", "ContextTokens", "num_prefill_tokens"),
+    "output": ("output", "output_tokens", "completion_tokens", "GeneratedTokens",
+               "num_decode_tokens")}
+_TIMES = ("TIMESTAMP", "timestamp", "arrival_s", "arrived_at")
 _Row: TypeAlias = "tuple[int, Mapping[Any, Any]]"  # line, values by column
 
 
@@ -215,6 +219,26 @@ def read_lengths(path: Path, *sides: Side) -> IntArray:
                                   allowed=f"a whole number from 1 to {MAX_LENGTH_TOKENS}")
                           for line, row, key in bad[:MAX_MISTAKES]])
     return np.array(values, dtype=np.int64)
+
+
+def read_times(path: Path) -> FloatArray:
+    """Times of arrival in a trace, [rows] seconds, which do not fall. Raises InputError with each
+    row that has none, or an earlier one than the row before."""
+    rows = _read_rows(path)
+    line, columns = rows[0]
+    if (key := next((name for name in _TIMES if name in columns), None)) is None:
+        raise wrong(path, "arrivals", None, f"no column {_TIMES[0]}, when each request arrives; "
+                    f"has {', '.join(map(str, columns))}", line)
+    times_s, bad = list[float](), list[Mistake]()
+    for line, row in rows:
+        at_s = arrival_of(row.get(key))
+        if at_s is None or (times_s and at_s < times_s[-1]):
+            bad.append(Mistake(file=str(path), line=line, key=key, value=row.get(key), allowed=(
+                WORDS if at_s is None else "at or after the time of the row before")))
+        else:
+            times_s.append(at_s)
+    refuse(bad[:MAX_MISTAKES])
+    return np.array(times_s)
 
 
 def earlier_lengths(output: Path) -> JointLengths | None:

@@ -118,7 +118,8 @@ def with_tiers(cluster: Cluster, job: Job) -> Cluster:
 def may_offload(job: Job, model: ModelSpec) -> bool:
     """Whether the job may work with memory below the devices."""
     return (job.run.offload != "off" and job.run.engine == job.plan_engine == OWN_ENGINE
-            and not model.is_encoder_decoder and not job.workload.only_encodes)
+            and not model.is_encoder_decoder and not job.workload.only_encodes
+            and job.workload.arrivals is None)
 
 
 def wrong_placement(job: Job, model: ModelSpec) -> Iterator[Mistake]:

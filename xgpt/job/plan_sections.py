@@ -201,6 +201,8 @@ class ConstraintSection:
     quantile: Quantile = 0.99
     ttft_s: Limit | None = None
     tpot_s: Limit | None = None
+    queueing_s: Limit | None = None
+    scale: Annotated[float, number("a factor > 0 on all limits", gt=0)] | None = None
     makespan_s: Annotated[float | None, amount(
         parse_seconds, _is_limit, "seconds > 0, '90 min' or '6h'")] = None
     deadline_s: Annotated[float | None, amount(parse_seconds, _is_limit, _SECONDS)] = None
@@ -219,18 +221,26 @@ class ConstraintSection:
     max_gpus: Annotated[int, whole(1, 100_000)] | None = None
 
 
-def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
-    given: dict[Metric, _Limit | float | None] = {"ttft": own.ttft_s, "tpot": own.tpot_s}
+def constraint_of(own: ConstraintSection, objective: Objective, *, arrive: bool) -> Constraint:
+    """The Constraint of the section. `arrive`: requests do so over time; then every limit holds for
+    a share of the requests, and `attainment` for all limits jointly."""
+    given: dict[Metric, _Limit | float | None] = {
+        "ttft": own.ttft_s, "tpot": own.tpot_s, "queueing": own.queueing_s}
+    joint, factor = own.attainment if arrive else None, own.scale or 1.0
     limits = {metric: limit if isinstance(limit, _Limit) else _Limit(limit_s=limit)
               for metric, limit in given.items() if limit is not None}
-    further = [Bound(metric=metric, limit_s=limit.limit_s, kind="queries",
-                     quantile=limit.quantile or own.quantile) for metric, limit in limits.items()]
+    further = [Bound(metric=metric, limit_s=limit.limit_s * factor, kind="queries",
+                     quantile=joint or limit.quantile or own.quantile)
+               for metric, limit in limits.items()]
     if own.makespan_s is not None:
         further.append(Bound(metric="makespan", limit_s=own.makespan_s))
-    if own.deadline_s is not None or own.attainment is not None:  # the limits may be the requests'
-        further.append(deadline_bound(own.deadline_s or math.inf, own.attainment or ATTAINMENT))
+    # the limits may be the requests'
+    if own.deadline_s is not None or (own.attainment is not None and not arrive):
+        further.append(deadline_bound((own.deadline_s or math.inf) * factor,
+                                      own.attainment or ATTAINMENT))
     return latency_constraint(
-        latency_s=own.latency_s, kind=own.kind, quantile=own.quantile,
+        latency_s=own.latency_s * factor, kind="queries" if arrive else own.kind,
+        quantile=joint or own.quantile, attainment=joint,
         further=tuple(further), confidence=own.confidence, drift=own.drift,
         memory_bytes=own.memory, host_bytes=own.host_memory, disk_bytes=own.disk,
         max_gpus=own.max_gpus, objective=objective, on_deadline=own.on_deadline)
@@ -240,7 +250,10 @@ def without_limit(constraint: Constraint) -> Iterator[tuple[str, str]]:
     """Yields (key, what is allowed) for each key on deadlines that means nothing, since neither the
     constraint nor, as is assumed, a request has one."""
     needs = "constraint.deadline_s, or requests with deadline_s"
-    if constraint.bound_on("deadline") and math.isinf(constraint.limit_s("deadline")):
+    if constraint.attainment is not None and math.isinf(
+            min(bound.limit_s for bound in constraint.bounds)):
+        yield "constraint.attainment", f"needs a limit, such as constraint.ttft_s; or {needs}"
+    elif constraint.bound_on("deadline") and math.isinf(constraint.limit_s("deadline")):
         yield "constraint.attainment", f"needs a limit: {needs}"
     if constraint.on_deadline == "stop" and math.isinf(min(
             constraint.limit_s("deadline"), constraint.limit_s("makespan"))):

@@ -2,8 +2,6 @@
 job names, and detects this machine for `cluster: local`. It neither downloads nor reads requests: a
 caller that has done so passes `model` and `requests`."""
 
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +10,8 @@ import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.cluster import KV_BLOCK_TOKENS, Cluster, Device
-from xgpt.core.constraint import Constraint, deadline_bound
-from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS, Adjustment
+from xgpt.core.constraint import Constraint
+from xgpt.core.controls import Adjustment
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, SHARING_ENGINES, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
@@ -25,12 +23,12 @@ from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
 from xgpt.core.system.machine import MAX_DEFAULT_WORKERS, Layout, gpus_here, layouts, usable_cores
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
+from xgpt.job.arrivals_section import resolve_arrivals
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import earlier_lengths, resolve_lengths, without_requests
 from xgpt.job.placement_section import may_offload, with_tiers, wrong_placement
-from xgpt.job.plan_sections import without_limit
+from xgpt.job.request_columns import with_deadlines, wrong_columns
 from xgpt.job.schedule_section import OFF, SPLIT_KEYS, wrong_split
-from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.request import Requests
 
 _SAMPLED = 4096  # chosen: requests of a job that has no number of them
@@ -62,7 +60,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
                     "replica needs one")
     if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
-    refuse([*_wrong_forecast(job, shape, requests), *wrong_placement(job, shape)])
+    refuse([*wrong_columns(job, shape, requests), *wrong_placement(job, shape)])
+    arrivals = resolve_arrivals(job, requests)
     lengths = resolve_lengths(job, shape, requests)
     constraint, deadlines_s = with_deadlines(job, requests, start or datetime.now())
     # for a request without a cap of its own: the job's, else the longest planned for
@@ -82,7 +81,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         queries=queries, seed=job.run.seed,
         is_synthetic=queries is None and requests is None and job.workload.count is not None,
         observes=job.workload.output_tokens.kind == "observe",
-        is_revised=job.run.reschedule is not None,
+        is_revised=job.run.reschedule is not None and arrivals is None, arrivals=arrivals,
         learned=earlier_lengths(job.output) if (
             job.adjustment.admission.forecast.is_learned) else None,
         head_rows=lengths.inputs.mean if job.workload.embed == "mean" else max(
@@ -135,20 +134,6 @@ def _without_reserve(cluster: Cluster, job: Job) -> Cluster:
         cache_share=row.memory_share if row.of_free else None))
 
 
-def with_deadlines(job: Job, requests: Requests | None,
-                   start: datetime) -> tuple[Constraint, FloatArray | None]:
-    """(the job's constraint with a limit on deadlines if a request has one, deadlines of its
-    requests in seconds from `start`, [requests]). Raises InputError for keys without a limit."""
-    constraint, limit_s = job.constraint, job.constraint.limit_s("deadline")
-    if requests is None or requests.deadlines_s is None:
-        refuse(Mistake(file=str(job.source), line=None, key=key, value=None, allowed=allowed)
-               for key, allowed in without_limit(constraint))
-    elif constraint.bound_on("deadline") is None:
-        constraint = replace(constraint, bounds=(*constraint.bounds, deadline_bound()))
-    return constraint, None if requests is None else in_seconds(
-        requests.deadlines_s, np.arange(len(requests)), limit_s, start.timestamp())
-
-
 def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec,
                   deadlines_s: FloatArray | None = None) -> QueryLengths | None:
     """Lengths of the job's requests, cut to the model's positions; None if not tokenised.
@@ -169,40 +154,6 @@ def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec
                         outputs=caps if requests.are_forced else None, deadlines_s=deadlines_s,
                         forecasts=None if requests.forecasts is None else np.clip(
                             requests.forecasts, 1, caps[:, None]))
-
-
-def _wrong_forecast(job: Job, model: ModelSpec, requests: Requests | None) -> Iterator[Mistake]:
-    """Yields what forecasts, admission and order lack, of the requests or the model."""
-    admission, files = job.adjustment.admission, job.workload.requests
-    asked = admission.forecast
-
-    def mistake(key: str, value: object, allowed: str) -> Mistake:
-        return Mistake(file=str(job.source), line=None, key=f"schedule.{key}", value=value,
-                       allowed=allowed)
-
-    if model.is_encoder_decoder and admission.may_overflow:
-        yield mistake("admission", admission.rule, f"reserve, or future-peak with `forecast: {CAP}`"
-                      ", for an encoder-decoder model: a request is not encoded again with its "
-                      "output")
-    if model.is_encoder_decoder and job.adjustment.batches and asked.may_be_outgrown:
-        yield mistake("forecast", asked.kind, f"{CAP} or {KNOWN}, with batches of an "
-                      "encoder-decoder model: a request is not encoded again with its output")
-    if model.is_encoder_decoder and job.adjustment.order in SHARING_ORDERS:
-        yield mistake("order", job.adjustment.order, "another for an encoder-decoder model: no "
-                      "prefix is shared there")
-    if asked.is_given and requests is None:
-        yield mistake("forecast", asked.kind, "another kind without a file of requests")
-    is_due = job.adjustment.order == "deadline" and math.isinf(job.constraint.limit_s("deadline"))
-    if is_due and requests is None:
-        yield mistake("order", "deadline", "another without constraint.deadline_s")
-    for key, value, needed in (
-            ("forecast", asked.kind, "forced_tokens" if asked.needs_outputs else (
-                "forecast_tokens" if asked.kind == COLUMN else "")),
-            ("order", "deadline", "deadline_s" if is_due else "")):
-        if requests is not None and files is not None and needed in requests.lacking:
-            count, file, line = requests.lacking[needed]
-            yield mistake(key, value, f"of requests that all have {needed}: {count:,} of "
-                          f"{len(requests):,} have none, the first in {files.place(file, line)}")
 
 
 def resolve_cluster(job: Job) -> Cluster:

@@ -10,12 +10,14 @@ from pydantic import Field
 
 from xgpt.core.controls import (
     ADMISSION_RULES,
+    ARRIVAL_ROUTINGS,
     AT_CAPS,
     CAP,
     CLASS,
     FORECAST_KINDS,
     FORECAST_VALUES,
     FORECASTS_GROUP,
+    LEAST_QUERIES,
     LEAST_TOKENS,
     ORDERS,
     ROUTINGS,
@@ -123,7 +125,7 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("adjustment", Annotated[float | None, amount(
             parse_share, lambda x: 0 <= x < 1,
             "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for none")], None),
-        ("routing", Annotated[str, choice(ROUTINGS)], LEAST_TOKENS),
+        ("routing", Annotated[str | None, choice(ARRIVAL_ROUTINGS)], None),
         ("order", Annotated[str, choice((AUTO, *ORDERS))], AUTO),
         ("window", Annotated[int | None, that(
             lambda value: value == WHOLE_JOB or (
@@ -165,9 +167,12 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
         FixedSchedule, Adjustment]:
     """The control variables that the section `schedule` fixes, and its workload adjustment.
     `elsewhere`: as for xgpt.job.typed.read."""
-    node = reading.at("schedule")
+    node, arrive = reading.at("schedule"), reading.has("workload.arrivals")
+    # arriving requests run in this order, and share no prefixes
+    kept: dict[str, Any] = {"order": "input", "prefixes": OFF} if arrive else {}
+    routing = LEAST_QUERIES if arrive else LEAST_TOKENS
     if node is None or not isinstance(node.value, dict):
-        return FixedSchedule(), Adjustment()
+        return FixedSchedule(), Adjustment(routing=routing, **kept)
     own = read(section_kind(), node, "schedule.", reading.mistakes, elsewhere)
     names = {field.name for field in fields(FixedSchedule)} - {"others", "placement"}
     schedule = FixedSchedule(
@@ -192,9 +197,13 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
     if own.steer and own.adjustment == 0:
         reading.reject("schedule.steer", "needs an adjustment above 0")
     admission = _admission_of(own, reading)
+    if not arrive and own.routing not in (None, *ROUTINGS):
+        reading.reject("schedule.routing", f"{', '.join(ROUTINGS)} in a batch job; "
+                       f"{own.routing} needs workload.arrivals")
     return _with_evicting(reading, schedule, rows, admission), Adjustment(
-        share=own.adjustment, steers=own.steer, routing=own.routing, admission=admission,
-        batches=batches, prefixes=own.prefixes, **_order_of(reading, own))
+        share=own.adjustment, steers=own.steer, routing=own.routing or routing,
+        admission=admission, batches=batches,
+        **{"prefixes": own.prefixes, **_order_of(reading, own), **kept})
 
 
 def _admission_of(own: Any, reading: Reading) -> Admission:

@@ -19,9 +19,10 @@ from xgpt.job.answer_forms import (
     json_schema_of,
     most_tokens_of,
 )
+from xgpt.job.arrivals_section import AnyArrivals
 from xgpt.job.job import LengthSpec, SharedSpec, WorkloadSpec
 from xgpt.job.job_lengths import likely_range, without_requests
-from xgpt.job.sections import AnyRequests, absolute, is_file, requests_of
+from xgpt.job.sections import AnyRequests, file_of, requests_of
 from xgpt.requests.request import Terms
 from xgpt.requests.template import columns_in
 
@@ -30,17 +31,6 @@ MOST_GROUPS = 1_000_000  # chosen, as of other numbers of requests
 TEMPLATE = "text that names a column in braces, such as 'Summarise: {text}'"
 _LENGTHS = "{mean, std, max}, {file: path}"
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stand-in for one that could not be read
-
-
-def file_of(allowed: str) -> typed.InFolder:
-    """A check for the name of an existing file, which becomes an absolute path."""
-    def value_of(value: Any, folder: Path) -> Path:
-        path = absolute(typed.text_of(value), folder)
-        if is_file(path):
-            return path
-        raise ValueError(f"no such file: {path}")
-
-    return typed.InFolder(value_of, allowed, type="string", minLength=1)
 
 
 def words_of(*words: str) -> typed.Of:
@@ -108,6 +98,7 @@ class WorkloadSection:
             field(default_factory=dict))
     shared: Annotated[_Shared, Described(
         description="a mapping, for example {groups: 50, tokens: 1200}")] | None = None
+    arrivals: AnyArrivals = None
     score: typed.Flag = False
     embed: Annotated[str | None, typed.choice(POOLINGS)] = None
 
@@ -135,6 +126,10 @@ def workload_of(own: WorkloadSection, engine: str, reading: typed.Reading) -> Wo
                 reading.reject(f"workload.{key}", "give either task or input_tokens and "
                                "output_tokens")
         inputs = outputs = LengthSpec(kind="task", task=own.task)
+    elif own.arrivals is not None and own.arrivals.file is not None and not (
+            has_file or reading.has("workload.input_tokens")
+            or reading.has("workload.output_tokens")):
+        inputs = outputs = LengthSpec(kind="file", path=own.arrivals.file)
     else:
         inputs, outputs = (_length(value, key, has_file, reading) for key, value in (
             ("input_tokens", own.input_tokens), ("output_tokens", own.output_tokens)))
@@ -147,7 +142,7 @@ def workload_of(own: WorkloadSection, engine: str, reading: typed.Reading) -> Wo
         max_tokens=own.max_tokens or most_tokens_of(own.choices), choices=own.choices,
         chat=not only_encodes if own.chat is None else own.chat, score=own.score,
         embed=own.embed, chat_template_kwargs=own.chat_template_kwargs,
-        shared=_shared(own.shared, inputs, has_file, reading))
+        shared=_shared(own.shared, inputs, has_file, reading), arrivals=own.arrivals)
 
 
 def _shared(own: _Shared | None, inputs: LengthSpec, has_file: bool,

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from xgpt.core.engines import OWN_ENGINE, supports
 from xgpt.core.errors import shorten
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
+from xgpt.requests.arrival_times import WORDS as ARRIVAL_WORDS
+from xgpt.requests.arrival_times import arrival_of
 from xgpt.requests.chat import BadRecord
 from xgpt.requests.deadlines import WORDS, is_deadline
 
@@ -68,6 +70,7 @@ _STOPS = Values(f"a text of 1 to {MAX_STOP_CHARS} characters, or a list of at mo
                 <= MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
                                      for text in texts), str)
 _DEADLINE = Values(WORDS, is_deadline, lambda cell: cell if ":" in cell else float(cell))
+_ARRIVAL = Values(ARRIVAL_WORDS, lambda value: arrival_of(value) is not None, str)
 _BIAS = Values("an object of token ids, and numbers from -100 to 100", lambda value: isinstance(
     value, dict) and all(token.isdecimal() and _number(-100, 100).has(bias)
                          for token, bias in value.items()))
@@ -82,6 +85,7 @@ _ROWS = {
     "forecast_tokens": Key(_whole(1, MAX_LENGTH_TOKENS), frozenset({OWN})),
     "min_tokens": Key(_whole(0, MAX_INT), _CHOSEN, "min_tokens", neutral=(0,)),
     "deadline_s": Key(_DEADLINE, frozenset({OWN, READ})),
+    "arrival_s": Key(_ARRIVAL, frozenset({OWN, READ})),
     "seed": Key(_whole(-2**63, 2**63 - 1), _CHOSEN),
     "temperature": Key(_number(0, MAX_INT), _CHOSEN, other=(_OPENAI, _number(0, 2))),
     "top_k": Key(_whole(-1, MAX_INT), _CHOSEN),  # 0 and -1: all tokens, whatever the job says

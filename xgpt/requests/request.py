@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from xgpt.core.errors import shorten
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, synthetic_lengths
 from xgpt.core.prefixes import Prefixes
+from xgpt.requests.arrival_times import arrival_of
 from xgpt.requests.chat import (
     BadRecord,
     Message,
@@ -80,6 +81,7 @@ class Request(Asked):
     forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
     deadline_s: float = math.inf  # as xgpt.requests.deadlines has it
     forecast_tokens: int | None = None  # output length that the user expects
+    arrival_s: float | None = None  # as xgpt.requests.arrival_times has it
     samples: int = 1  # number of answers to it
     chat_template_kwargs: str = ""  # arguments of its chat template, as JSON
     continuation: str | None = None  # of the prompt, to be scored; or as tokens
@@ -144,7 +146,8 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     if terms.is_scored or terms.pooled:
         request = Request(line=line, id=name, file=file, max_tokens=1, forced_tokens=1,
                           pooled=terms.pooled, is_openai=openai,
-                          deadline_s=deadline_of(asked.get("deadline_s")))
+                          deadline_s=deadline_of(asked.get("deadline_s")),
+                          arrival_s=arrival_of(asked.get("arrival_s")))
         return _scored(body, request) if terms.is_scored else _with_content(request, body, place)
     seed, top_k, stop, told = (asked.get(key) for key in ("seed", "top_k", "stop", "logprobs"))
     if place == CHAT:  # chats have `logprobs: true`, and the number in another key
@@ -157,7 +160,7 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     request = Request(
         line=line, id=name, file=file, is_openai=openai, max_tokens=limit, forced_tokens=forced,
         deadline_s=deadline_of(asked.get("deadline_s")),
-        forecast_tokens=asked.get("forecast_tokens"),
+        forecast_tokens=asked.get("forecast_tokens"), arrival_s=arrival_of(asked.get("arrival_s")),
         seed=None if seed is None else seed % 2**63,  # generators take no negative seed
         temperature=asked.get("temperature"), top_k=None if top_k is None else max(top_k, 0),
         top_p=asked.get("top_p"), repetition_penalty=asked.get("repetition_penalty"),
@@ -311,6 +314,9 @@ def _text(value: object, key: str) -> str:
     return value
 
 
+IN_TURN = "arrival_s not before that of the request above"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Requests:
     """The usable requests of a job, in the order of its file. Arrays are [requests]; those that are
@@ -322,9 +328,10 @@ class Requests:
     may_stop: NDArray[np.bool_]  # whether it sets strings that end its output
     # as xgpt.requests.deadlines has them; None: no request has one
     deadlines_s: FloatArray | None = None
+    arrival_s: FloatArray | None = None  # as in a line; None: not all requests have one
     # [requests, 3] least, expected and most output tokens that requests bring with them
     forecasts: IntArray | None = None
-    # option -> (requests without it, file and line of the first)
+    # option (or IN_TURN) -> (requests without it, file and line of the first)
     lacking: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     bad_lines: tuple[RequestError, ...] = ()  # lines that are no usable request
     are_tokenised: bool = True  # whether the model's tokenizer counted all inputs

@@ -12,6 +12,7 @@ are called queries here, and have indices of their own.
                            bytes) and in tokens.bin (in tokens).
     `spool/queries.npy`    int64 [queries, 2]: request of each query, and its most output tokens.
     `spool/deadlines.npy`  float64 [queries]: seconds from the job's start; absent without any.
+    `spool/arrivals.npy`   float64 [queries]: seconds from the job's start; absent in a batch job.
     `spool/prefixes.npy`   prefixes that queries share (xgpt.requests.prefixes); absent without any.
     `spool/columns/`       columns for the results (xgpt.requests.spool_columns), if any."""
 
@@ -115,10 +116,12 @@ class SpoolWriter:
         return _record(self._records.readline())
 
     def save(self, output: Path, queries: IntArray, num_errors: int, files: Sequence[str] = (),
-             deadlines_s: FloatArray | None = None, prefixes: Prefixes | None = None) -> None:
+             deadlines_s: FloatArray | None = None, prefixes: Prefixes | None = None,
+             arrival_s: FloatArray | None = None) -> None:
         """Writes or replaces the spool in the folder `output`. `queries`: [queries, 2], as in
         queries.npy. `files`: names of the files of requests, if there are several. `deadlines_s`:
-        [queries], as in deadlines.npy. `prefixes`: of the queries."""
+        [queries], as in deadlines.npy. `prefixes`: of the queries. `arrival_s`: [queries], as in
+        arrivals.npy."""
         folder, new = output / "spool", output / f".spool.{os.getpid()}.tmp"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
@@ -130,6 +133,8 @@ class SpoolWriter:
         np.save(new / "queries.npy", queries)
         if deadlines_s is not None:
             np.save(new / "deadlines.npy", deadlines_s)
+        if arrival_s is not None:
+            np.save(new / "arrivals.npy", arrival_s)
         if prefixes is not None:
             save_prefixes(new / "prefixes.npy", prefixes)
         if self.columns is not None:
@@ -211,6 +216,10 @@ class Spool:
         self.deadlines_s: FloatArray | None = None
         if (path := folder / "deadlines.npy").exists():
             self.deadlines_s = np.load(path)
+        # [queries] seconds from the job's start; None: all queries are there then
+        self.arrival_s: FloatArray | None = None
+        if (path := folder / "arrivals.npy").exists():
+            self.arrival_s = np.load(path)
         self._folder = folder
         self._records_path = folder / "records.jsonl"
         ends = self._records_path.stat().st_size, (folder / "tokens.bin").stat().st_size

@@ -18,14 +18,21 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.prefixes import Prefixes
 from xgpt.requests.chat import has_form
 from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.formats import Divided
 from xgpt.requests.reader import read_requests
-from xgpt.requests.request import Asked, Request, RequestError, Requests, synthetic_requests
+from xgpt.requests.request import (
+    IN_TURN,
+    Asked,
+    Request,
+    RequestError,
+    Requests,
+    synthetic_requests,
+)
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xrunner.checkpoint.source import read_spec
@@ -46,7 +53,8 @@ NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `toke
 _FILE_BITS = 40  # no file has more lines
 _SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # difference between the seeds of a request's samples
 
-_MAY_LACK = ("forced_tokens", "forecast_tokens", "deadline_s")  # that an option may need
+# that an option may need
+_MAY_LACK = ("forced_tokens", "forecast_tokens", "deadline_s", "arrival_s")
 _ASKED = tuple(one.name for one in fields(Asked))
 
 
@@ -218,7 +226,7 @@ class _RequestColumns:
         # 4 bytes each: no file, line or number of tokens is larger (xgpt.requests.request.MAX_INT)
         self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
-        self._deadlines_s, self._num_targets = array("d"), 0
+        self._deadlines_s, self._arrival_s, self._num_targets = array("d"), array("d"), 0
 
     def add(self, request: Request, ids: Tokenised | None, vocab_size: int | None,
             sample: int = 0) -> None:
@@ -242,10 +250,14 @@ class _RequestColumns:
         self._deadlines_s.append(request.deadline_s)
         if self._forecast is not None and tokens is not None:
             self._forecasts.extend(self._forecast(request, len(tokens)))
-        for key in _MAY_LACK:
-            if getattr(request, key) in (None, math.inf):
-                count, file, line = self._lacking.get(key, (0, request.file, request.line))
-                self._lacking[key] = count + 1, file, line
+        lacking = [key for key in _MAY_LACK if getattr(request, key) in (None, math.inf)]
+        if (own_s := request.arrival_s) is not None:
+            if self._arrival_s and own_s < self._arrival_s[-1]:
+                lacking.append(IN_TURN)
+            self._arrival_s.append(own_s)
+        for key in lacking:
+            count, file, line = self._lacking.get(key, (0, request.file, request.line))
+            self._lacking[key] = count + 1, file, line
         if self._spool is not None and tokens is not None:
             self._spool.add(_record(request, sample, targets, is_shown=row < NUM_PROMPTS), tokens)
 
@@ -261,6 +273,8 @@ class _RequestColumns:
                         may_stop=np.array(self._may_stop, bool), unusable=self._unusable,
                         forecasts=column(self._forecasts).reshape(-1, 3) if (
                             self._forecast is not None and are_known) else None,
+                        arrival_s=np.array(self._arrival_s) if (
+                            len(self._arrival_s) == len(self._caps)) else None,
                         lacking=self._lacking,
                         mean_targets=self._num_targets / max(len(self._caps), 1))
 
@@ -286,10 +300,11 @@ def _record(request: Request, sample: int, targets: tuple[int, ...], *, is_shown
                   is_chat=request.messages is not None, sample=sample, targets=targets)
 
 
-def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan,
-                  spec: ModelSpec) -> IntArray:
+def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec,
+                  arrival_s: FloatArray | None = None) -> IntArray:
     """Saves the requests that can run to the output folder's spool, the others to errors.jsonl.
-    Returns the indices of the first, [queries]."""
+    Returns the indices of the first, [queries]. `arrival_s`: when each arrives, [requests] seconds
+    from the job's start; deadlines then count from there."""
     queries, why = runnable(requests, plan, spec)
     errors = errors_of(requests, spool, why)
     write_errors(plan.output / "errors.jsonl", errors, requests.labels)
@@ -299,8 +314,11 @@ def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan,
                 for one in range(first, first + record.choices)]
     queries = queries[~np.isin(queries[:, 0], left_out)]
     deadlines_s = in_seconds(requests.deadlines_s, queries[:, 0], plan.deadline_s, plan.started_at)
+    own_s = None if arrival_s is None else arrival_s[queries[:, 0]]
+    if own_s is not None and deadlines_s is not None:
+        deadlines_s = deadlines_s + own_s
     spool.save(plan.output, queries, len(errors), requests.labels, deadlines_s,
-               None if requests.prefixes is None else requests.prefixes[queries[:, 0]])
+               None if requests.prefixes is None else requests.prefixes[queries[:, 0]], own_s)
     return queries[:, 0]
 
 
