@@ -1,4 +1,4 @@
-"""What a job needs of its requests: their deadlines, forecasts and times of arrival."""
+"""Columns that a job needs of its requests: deadlines, forecasts and times of arrival."""
 
 import math
 from collections.abc import Iterator
