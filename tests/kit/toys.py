@@ -15,7 +15,8 @@ from xgpt.core.model import ModelSpec
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import SpoolWriter
 from xrunner.checkpoint.source import read_spec
-from xrunner.files.spooled_requests import ModelTokeniser, read_and_tokenise, save_runnable
+from xrunner.files.runnable import save_runnable
+from xrunner.files.spooled_requests import ModelTokeniser, read_and_tokenise
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.models.weights import TensorPart
 from xrunner.plan import RunPlan

@@ -40,9 +40,10 @@ from xrunner.files.forms import Forms
 from xrunner.files.runnable import (
     SPREAD,
     CharacterTokens,
+    errors_of,
     runnable,
 )
-from xrunner.files.spooled_requests import ModelTokeniser, Tokenised, errors_of, read_and_tokenise
+from xrunner.files.spooled_requests import ModelTokeniser, Tokenised, read_and_tokenise
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xscheduler.ordering import in_chosen_order

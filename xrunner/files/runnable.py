@@ -1,14 +1,17 @@
 """Which of a job's requests a schedule can run, and why the others cannot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from xgpt.core.lengths import BoolArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import output_room
-from xgpt.requests.request import Request, Requests
+from xgpt.requests.deadlines import in_seconds
+from xgpt.requests.request import Request, RequestError, Requests
+from xgpt.requests.spool import SpoolWriter
+from xrunner.files.results import write_errors
 from xrunner.plan import RunPlan
 
 _ROWS_AT_A_TIME = 2**18  # chosen
@@ -30,6 +33,42 @@ def runnable(requests: Requests, plan: RunPlan | None,
         queries[count:count + len(rows), 1] = most
         count += len(rows)
     return queries[:count], why
+
+
+def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec,
+                  arrival_s: FloatArray | None = None) -> IntArray:
+    """Saves the requests that can run to the output folder's spool, the others to errors.jsonl.
+    Returns the indices of the first, [queries]. `arrival_s`: when each arrives, [requests] seconds
+    from the job's start; deadlines then count from there."""
+    queries, why = runnable(requests, plan, spec)
+    errors = errors_of(requests, spool, why)
+    write_errors(plan.output / "errors.jsonl", errors, requests.labels)
+    # a line has no answer if one of its inputs cannot run
+    left_out = [one for request in why for record in [spool.record(request)]
+                for first in [request - record.sample]
+                for one in range(first, first + record.choices)]
+    queries = queries[~np.isin(queries[:, 0], left_out)]
+    deadlines_s = in_seconds(requests.deadlines_s, queries[:, 0], plan.deadline_s, plan.started_at)
+    own_s = None if arrival_s is None else arrival_s[queries[:, 0]]
+    if own_s is not None and deadlines_s is not None:
+        deadlines_s = deadlines_s + own_s
+    spool.save(plan.output, queries, len(errors), requests.labels, deadlines_s,
+               None if requests.prefixes is None else requests.prefixes[queries[:, 0]], own_s)
+    return queries[:, 0]
+
+
+def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) -> list[RequestError]:
+    """All lines that cannot run, in order. `why`: reasons by request, as `runnable` returns
+    them."""
+    errors = dict[int, RequestError]()  # by the first request of a line
+    for request, sentence in sorted(why.items()):
+        record = spool.record(request)
+        where = f"input {record.asked + 1} of the line: " if record.asked else ""
+        errors.setdefault(request - record.sample, RequestError(
+            line=record.line, file=record.file, id=record.id, error=where + sentence,
+            is_openai=record.is_openai))
+    return sorted((*requests.bad_lines, *errors.values()),
+                  key=lambda error: (error.file, error.line))
 
 
 def _runnable(requests: Requests, first: int, plan: RunPlan | None, spec: ModelSpec,

@@ -18,11 +18,9 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import FloatArray, IntArray, JointLengths
-from xgpt.core.model import ModelSpec
+from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.prefixes import Prefixes
 from xgpt.requests.chat import has_form
-from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.formats import Divided
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import (
@@ -39,8 +37,6 @@ from xrunner.checkpoint.source import read_spec
 from xrunner.files.forecasts import GivenForecast, load_forecasts
 from xrunner.files.forms import Forms
 from xrunner.files.generation import GenerationRules, generation_rules
-from xrunner.files.results import write_errors
-from xrunner.files.runnable import runnable
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
@@ -298,42 +294,6 @@ def _record(request: Request, sample: int, targets: tuple[int, ...], *, is_shown
         own["seed"] = request.seed - _SAMPLE_SEED * request.asked * request.samples
     return Record(**own, is_forced=request.forced_tokens is not None,
                   is_chat=request.messages is not None, sample=sample, targets=targets)
-
-
-def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec,
-                  arrival_s: FloatArray | None = None) -> IntArray:
-    """Saves the requests that can run to the output folder's spool, the others to errors.jsonl.
-    Returns the indices of the first, [queries]. `arrival_s`: when each arrives, [requests] seconds
-    from the job's start; deadlines then count from there."""
-    queries, why = runnable(requests, plan, spec)
-    errors = errors_of(requests, spool, why)
-    write_errors(plan.output / "errors.jsonl", errors, requests.labels)
-    # a line has no answer if one of its inputs cannot run
-    left_out = [one for request in why for record in [spool.record(request)]
-                for first in [request - record.sample]
-                for one in range(first, first + record.choices)]
-    queries = queries[~np.isin(queries[:, 0], left_out)]
-    deadlines_s = in_seconds(requests.deadlines_s, queries[:, 0], plan.deadline_s, plan.started_at)
-    own_s = None if arrival_s is None else arrival_s[queries[:, 0]]
-    if own_s is not None and deadlines_s is not None:
-        deadlines_s = deadlines_s + own_s
-    spool.save(plan.output, queries, len(errors), requests.labels, deadlines_s,
-               None if requests.prefixes is None else requests.prefixes[queries[:, 0]], own_s)
-    return queries[:, 0]
-
-
-def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) -> list[RequestError]:
-    """All lines that cannot run, in order. `why`: reasons by request, as `runnable` returns
-    them."""
-    errors = dict[int, RequestError]()  # by the first request of a line
-    for request, sentence in sorted(why.items()):
-        record = spool.record(request)
-        where = f"input {record.asked + 1} of the line: " if record.asked else ""
-        errors.setdefault(request - record.sample, RequestError(
-            line=record.line, file=record.file, id=record.id, error=where + sentence,
-            is_openai=record.is_openai))
-    return sorted((*requests.bad_lines, *errors.values()),
-                  key=lambda error: (error.file, error.line))
 
 
 class SpooledQueries(Sequence[PreparedQuery]):

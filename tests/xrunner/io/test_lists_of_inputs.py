@@ -32,7 +32,8 @@ from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.files.generation import generation_rules
 from xrunner.files.result_line import result_line
 from xrunner.files.results import HELD_FILE, Answered, answered, count_results
-from xrunner.files.spooled_requests import SpooledQueries, read_and_tokenise, save_runnable
+from xrunner.files.runnable import save_runnable
+from xrunner.files.spooled_requests import SpooledQueries, read_and_tokenise
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.loading import KeptWeights, load
 from xrunner.rank.worker import work

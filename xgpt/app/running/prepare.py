@@ -38,7 +38,8 @@ from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.order_file import save_order
 from xrunner.files.result_line import spool_of
 from xrunner.files.results import HELD_FILE, answered
-from xrunner.files.spooled_requests import make_synthetic, save_runnable
+from xrunner.files.runnable import save_runnable
+from xrunner.files.spooled_requests import make_synthetic
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import (
     PRIVATE_UMASK,

@@ -28,8 +28,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
 from xrunner.files.results import ResultWriter, answered, count_errors, count_results
+from xrunner.files.runnable import save_runnable
 from xrunner.files.sink import TIMES, Progress, percentiles_of, write_progress
-from xrunner.files.spooled_requests import save_runnable
 from xrunner.plan import RunPlan, saved_fingerprint, with_earlier_limits
 from xscheduler.evaluator import predict
 
