@@ -152,9 +152,9 @@ class Plan(Printed):
 
     @cached_property
     def prediction(self) -> JobPrediction | None:
-        """Prediction for the job's own queries without loading; None for the steady horizon, or an
-        unknown number of queries."""
-        if self.horizon == "steady":
+        """Prediction for the job's own queries without loading; None for the steady horizon, an
+        unknown number of queries, or a service, whose duration follows its arrivals."""
+        if self.horizon == "steady" or self.schedule.served is not None:
             return None
         return predict(self.opened.problem, self.timing, self.schedule.estimate, replays=1)
 

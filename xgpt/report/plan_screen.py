@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.engines import OWN_ENGINE, VLLM
@@ -12,12 +12,14 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
 from xgpt.core.units import EIGHT_BITS, format_bytes, format_seconds
 from xgpt.report.figures import percent, plain, rates
+from xgpt.report.service_words import service_facts
 from xgpt.report.table import (
     OF_JOB,
-    alternative_cells,
+    alternative_rows,
     fact,
     paragraph,
     placement_tables,
+    service_tables,
     table,
 )
 from xgpt.report.words import (
@@ -84,13 +86,15 @@ def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file
                  if os.path.exists(job_file) else f"next:   --save {name} writes the job file")
     return "\n\n".join(filter(None, (
         paragraph(_head(problem)), "\n".join(rows),
+        *service_tables(schedule.served, schedule.bounds)[:1],
         placement_tables(schedule) or sizes_table(schedule, MOST_SIZES)
         or _alternatives_table(schedule), following)))
 
 
 def _head(problem: Problem) -> str:
     count, cluster = problem.num_queries, problem.cluster
-    of = "steady state" if count is None else counted(count, "request")
+    of = "service" if problem.arrivals else (
+        "steady state" if count is None else counted(count, "request"))
     nodes = f" ({cluster.num_nodes} nodes)" if cluster.num_nodes > 1 else ""
     return (f"{of}: {problem.model.name} ({problem.dtype}) on {cluster.num_devices} x "
             f"{cluster.device.name}{nodes}")
@@ -108,7 +112,10 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
             each = cluster.device.price_per_hour or 0.0
             unit = " USD" if cluster.device.price_source else ""  # the catalog's prices
             yield "cost", f"about {own.price:,.0f}{unit}, at {each:g} an hour for each device"
-    if times.expected is None:
+    if schedule.served is not None:
+        of_catalog = cluster.device.price_source
+        yield from service_facts(schedule, " USD" if of_catalog else " unit of price")
+    elif times.expected is None:
         yield "throughput", f"{steady}, in steady state"
     else:
         longer = _job_s(schedule, times.expected) / times.expected.wall_s
@@ -116,7 +123,7 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
                                   times.expected.output_tokens_per_s / longer) + OF_JOB
         if schedule.placed is None:
             yield "steady rate", steady
-    if own is None or not math.isinf(schedule.bound.limit_s):
+    if not schedule.served and (own is None or not math.isinf(schedule.bound.limit_s)):
         yield "latency", _latency(schedule)
     for one in schedule.prospects:
         if one.metric != "makespan":
@@ -142,11 +149,12 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
         between = f", {cluster.inter_link.name} between nodes" * (cluster.num_nodes > 1)
         yield "links", f"assumed: {cluster.intra_link.name} in a node{between}"
     if margin.factor > 1:
-        metric = "time" if math.isinf(schedule.bound.limit_s) else "latency"
+        metric = "step times" if schedule.served else (
+            "time" if math.isinf(schedule.bound.limit_s) else "latency")
         yield "margin", (f"{percent(margin.factor - 1, 0)} on the {metric}, to be "
                          f"{problem.constraint.confidence:.0%} sure; it costs "
                          f"{percent(margin.cost, 0)} of the throughput")
-    if schedule.placed is None:
+    if schedule.placed is None and schedule.served is None:
         yield "optimality", _optimality(schedule)
     for note in schedule.estimate.notes:
         if note.startswith(LAYOUT_NOTE):
@@ -253,11 +261,12 @@ def sizes_table(schedule: Schedule, most: int | None = None) -> str:
 def _alternatives_table(schedule: Schedule) -> str:
     """The best of the other policies. Searches of those end early, so that each has its upper bound
     beside what was found."""
-    rows = [row for row in schedule.rejected if row.throughput_qps and not row.is_unsure]
-    policies = sorted((row for row in rows if row.kind == "policy"),
+    policies = sorted((row for row in schedule.rejected if row.throughput_qps and
+                       not row.is_unsure and row.kind == "policy"),
                       key=lambda row: -(row.throughput_qps or 0))
-    shown = policies[:MOST_ALTERNATIVES]
-    body = [(policy(row.subject).title if row.kind == "policy" else row.kind,
-             *alternative_cells(row, schedule)) for row in shown]
-    return table(("alternative", "steady requests/s", "upper bound", "latency"), body,
-                 right=(1, 2, 3)) if body else ""
+    rows = alternative_rows(replace(schedule, rejected=tuple(policies[:MOST_ALTERNATIVES])))
+    if schedule.served:  # a latency hangs on the rate
+        return table(("alternative", "capacity", "upper bound", "configuration"),
+                     [(*row[:3], row[4]) for row in rows], right=(1, 2)) if rows else ""
+    return table(("alternative", "steady requests/s", "upper bound", "latency"),
+                 [row[:4] for row in rows], right=(1, 2, 3)) if rows else ""

@@ -14,8 +14,9 @@ from typing import Any
 from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.placement import StepTerms
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
+from xgpt.core.served import Served
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.report import words
+from xgpt.report import service_words, words
 from xgpt.report.figures import JOB_FIGURES, comparisons, lost_to_bound, percent, plain, rates
 from xgpt.report.output import text_at
 from xgpt.report.words import controls_line
@@ -45,13 +46,26 @@ def schedule_details(schedule: Schedule, job: Mapping[str, Any] | None = None) -
         ("throughput", rates(job["throughput_qps"], job["output_tokens_per_s"]) + OF_JOB)]
     return "\n".join(filter(None, (_lines(expected), schedule_table(schedule),
                                    choice_table(schedule), stage_table(schedule),
-                                   placement_tables(schedule))))
+                                   placement_tables(schedule), *service_tables(schedule.served,
+                                                                               schedule.bounds))))
+
+
+def service_tables(served: Served | None, bounds: Sequence[Bound]) -> list[str]:
+    """Tables of a service's percentiles and of its replicas; [] without `served`."""
+    return [] if served is None else [
+        table(service_words.PERCENTILES, service_words.percentile_rows(served, bounds),
+              right=range(1, 8)),
+        table(service_words.REPLICAS, service_words.replica_cells(served.replicas),
+              right=range(10))]
 
 
 def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
     """Pairs (label, text) about a schedule: configuration, predicted throughput and latency, cost
     of limit and margin, memory, and the search's proof."""
     e, proof = schedule.estimate, schedule.proof
+    if schedule.served is not None:
+        return [("chosen", controls_line(e)), ("placement", words.placement(e)),
+                *service_words.service_facts(schedule), ("memory", memory_words(e))]
     is_for_job = proof.status == Status.JOB and schedule.explanation
     cost = [(words.PROSPECTS[one.metric], words.prospect_words(one)) for one in schedule.prospects]
     if is_for_job:
@@ -108,10 +122,23 @@ def choice_table(schedule: Schedule) -> str:
     """Text with the reasons for the choice, and a table of the alternatives."""
     why = _lines([("why" if index == 0 else "", sentence)
                   for index, sentence in enumerate(schedule.explanation)])
-    others = table(("alternative", "steady rate", "at most", "latency", "configuration"), [
-        (row.name, *alternative_cells(row, schedule), _configuration(row))
-        for row in schedule.rejected], right=(1, 2, 3)) if schedule.rejected else ""
+    rows, rate = alternative_rows(schedule), "capacity" if schedule.served else "steady rate"
+    others = table(("alternative", rate, "at most", "latency", "configuration"), rows,
+                   right=(1, 2, 3)) if rows else ""
     return "\n".join(filter(None, (why, others)))
+
+
+def alternative_rows(schedule: Schedule) -> list[tuple[str, str, str, str, str]]:
+    """Cells of each alternative: name, requests/s found, upper bound, latency, configuration; of a
+    service also each number of replicas that was examined."""
+    own = schedule.deployment.replicas, schedule.deployment.devices_per_replica
+    copies = [(f"{words.counted(one.replicas, 'replica')} x {one.devices_per_replica}",
+               "-" if one.throughput_qps is None else plain(one.throughput_qps),
+               plain(one.bound_qps) if math.isfinite(one.bound_qps) else "-", "-",
+               "chosen" if (one.replicas, one.devices_per_replica) == own else one.words)
+              for one in schedule.over_copies if schedule.served]
+    return [(row.name, *alternative_cells(row, schedule), _configuration(row))
+            for row in schedule.rejected] + copies
 
 
 def alternative_cells(row: Rejected, schedule: Schedule) -> tuple[str, str, str]:

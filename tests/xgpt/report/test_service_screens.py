@@ -1,0 +1,70 @@
+"""Screens of a service: what keeps its limits at which rate, and what binds."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from screens import check_screen
+from served import SERVED, served_schedule, service
+
+from xgpt.core.schedule_file import from_json, to_json
+from xgpt.core.served import Binding
+from xgpt.report.plan_screen import PlanTimes, plan_screen
+from xgpt.report.service_words import binding_words, service_facts
+from xgpt.report.table import schedule_details
+
+SCREENS = Path(__file__).with_name("screens.txt")
+
+
+def shown(**changes):
+    return plan_screen(served_schedule(**changes), service(),
+                       PlanTimes(source="vLLM on A40, computed", expected=None), "job.yaml",
+                       is_here=False)
+
+
+def facts(**changes):
+    found, label = dict[str, str](), ""
+    for name, text in service_facts(served_schedule(**changes)):
+        label = name or label
+        found[label] = " ".join(filter(None, (found.get(label), text)))
+    return found
+
+
+def test_a_service_has_its_figures_and_none_of_a_batch_job():
+    explained = schedule_details(served_schedule())
+    for screen in (shown(), explained):
+        assert max(map(len, screen.splitlines())) <= 80 and "steady" not in screen
+    assert "FT                     -        -        -  no rate keeps ttft_s 0.4" in explained
+    assert "3     1,012  22,143   41.3  62.0     155  93 %  61 %         12  31 %" in explained
+    check_screen(SCREENS, "a service", shown())
+
+
+def test_what_was_not_proved_or_not_settled_or_not_asked_is_said():
+    own = SERVED.search
+    assert own is not None
+    assert "; gap 3.4 %, to the highest bound" in facts()["search"]
+    assert facts(search=replace(own, by_estimate=0))["search"].endswith("can be better")
+    assert "NOT SETTLED" in facts(capacity=replace(SERVED.capacity, is_settled=False))["capacity"]
+    assert "price" in facts()["capacity"] and "price" not in facts(price_per_hour=0.0)["capacity"]
+    waits = replace(SERVED.metrics[0], limit_s=5.0)
+    assert facts(attainment=None, wanted=None, metrics=(waits,))["attainment"] == (
+        "no limit was set; capacity keeps queueing P99 below 5.00 s")
+    # without a joint share each limit has its quantile beside it
+    assert "400 ms P90" in shown(wanted=None) and "400 ms P90" not in shown()
+
+
+def test_an_attainment_is_never_rounded_up_to_what_was_asked_for():
+    assert facts(attainment=0.8999)["attainment"].startswith("89.9 % of the requests")
+
+
+@pytest.mark.parametrize("binds", get_args(Binding))
+def test_one_sentence_says_what_binds(binds):
+    words = binding_words(replace(SERVED, binds=binds), 64)
+    assert words.startswith("step times" if binds == "slow model" else binds)
+
+
+def test_the_file_of_a_service_has_all_of_it():
+    found = served_schedule()
+    assert from_json(to_json(found)) == found and math.isinf(found.bound.limit_s)
