@@ -10,7 +10,7 @@ namespace xgpt_paging {
 
 /* `budget`: tokens of a step. */
 struct Facts {
-    int64_t queries, groups, budget, is_chunked;
+    int64_t groups, budget, is_chunked;
 };
 
 using xgpt_rooms::Group;
@@ -18,20 +18,16 @@ using xgpt_rooms::Group;
 class Replay : public xgpt_rooms::Replay {
 public:
     Replay(const xgpt_replay::Given &given, const Facts &facts, const xgpt_rooms::Asked &asked)
-        : xgpt_rooms::Replay(given, facts.groups, facts.queries, asked), facts_(facts) {}
-    void run() {
-        for (int64_t g; (g = next_in_turn()) >= 0;) {
-            Group &group = groups_[g];
-            begin(group);
-            turn_ = (g + 1) % facts_.groups;
-            facts_.is_chunked ? mix(group, g) : either(group, g);
-            note_memory();
-        }
-    }
+        : xgpt_rooms::Replay(given, facts.groups, asked), facts_(facts) {}
 
 private:
     Facts facts_;
 
+    int64_t next_group() override { return next_in_turn(); }
+    void decide(Group &group, int64_t g) override {
+        turn_ = (g + 1) % facts_.groups;
+        facts_.is_chunked ? mix(group, g) : either(group, g);
+    }
     /* _decode_and_chunks */
     void mix(Group &group, int64_t g) {
         make_room(group);

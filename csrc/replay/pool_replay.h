@@ -176,24 +176,53 @@ private:
     int64_t noted_ = -1;
 };
 
-/* Input of a single pool: its clock and factors[stages] of its seconds, arrival of all requests,
- * whether encoding yields a token, whether rows are compacted. */
+/* Input of a single pool: its clock and factors[stages] of its seconds, number of requests, their
+ * order[requests] of arrival and arrival_s[requests], whether encoding yields a token, whether rows
+ * are compacted. */
 struct Given {
     xgpt_times::Clock &clock;
     const double *factors;
-    double begin_s;
+    int64_t queries;
+    const int64_t *order;
+    const double *arrival_s;
     bool gives_token, is_told, compacts;
 };
 
-/* Turns of a rule. Query has the members of Query above, Group those of Rows. */
+/* Turns of a rule, which chooses the group of the next one (-1: nothing to do) and decides its
+ * step. Query has the members of Query above, Group those of Rows. */
 template <class Query, class Group>
 class PoolReplay {
 public:
-    PoolReplay(const Given &given, int64_t num_groups, int64_t num_queries)
-        : line(given.clock, given.factors, given.is_told), queries(num_queries), groups_(num_groups),
-          gives_token_(given.gives_token), compacts_(given.compacts) {
-        line.free_s[0] = given.begin_s;
+    PoolReplay(const Given &given, int64_t num_groups)
+        : line(given.clock, given.factors, given.is_told), queries(given.queries),
+          groups_(num_groups), gives_token_(given.gives_token), compacts_(given.compacts),
+          order_(given.order), arrival_s_(given.arrival_s) {
+        line_.reserve(given.queries);
         for (Group &group : groups_) group.is_padded = given.clock.is_padded();
+    }
+    virtual ~PoolReplay() = default;
+
+    void run() {
+        const size_t count = queries.size();
+        for (size_t come = 0;;) {
+            const int64_t g = next_group();
+            if (g < 0) {  // the head sleeps
+                if (come == count) return;
+                line.free_s[0] = std::max(line.free_s[0], arrival_s_[order_[come]]);
+                come = submit(come, arrival_s_[order_[come]]);
+                continue;
+            }
+            const bool waits = groups_[g].is_awaited && needs_tokens();
+            const double at_s = waits ? std::max(line.free_s[0], groups_[g].ready_s)
+                                      : line.free_s[0];
+            // the group is chosen before these come
+            if (come < count) come = submit(come, at_s);
+            now_ = at_s;
+            line.begin_turn(at_s);
+            joined_.clear();
+            moved_.clear();
+            turn(g, waits);
+        }
     }
 
     Line line;
@@ -204,27 +233,18 @@ protected:
     std::vector<Group> groups_;
     std::vector<int64_t> joined_, moved_;  // requests encoded and evicted by the step
     double now_ = 0.0;
-    int64_t held_ = 0;  // tokens
+    int64_t next_ = 0, held_ = 0;  // place of the first waiting request; tokens
     bool gives_token_, compacts_;
+    std::vector<int64_t> line_;  // requests that have come, in line from `next_` on
 
-    /* Begins a turn once the head is free and the tokens it waits for are there. Takes these up,
-     * and calls leave(request) for each that is done. */
-    template <class Leave>
-    void begin_turn(Group &group, const Leave &leave) {
-        wait(group, group.is_awaited);
-        if (group.is_awaited) collect(group, [&](int64_t q) {
-            leave(q);
-            group.leave(queries[q]);
-            queries[q].last_s = now_;
-        });
-    }
-    void wait(const Group &group, bool waits) {
-        now_ = line.free_s[0];
-        if (waits && group.ready_s > now_) now_ = group.ready_s;
-        line.begin_turn(now_);
-        joined_.clear();
-        moved_.clear();
-    }
+    int64_t num_waiting() const { return static_cast<int64_t>(line_.size()) - next_; }
+
+    virtual int64_t next_group() = 0;
+    /* Whether the next turn waits for the tokens of its group. */
+    virtual bool needs_tokens() const { return true; }
+    /* `takes`: whether the group's tokens are there to be collected. */
+    virtual void turn(int64_t g, bool takes) = 0;
+
     template <class End>
     void collect(Group &group, const End &end) {
         for (int64_t q : group.first)
@@ -255,6 +275,16 @@ protected:
             {kind, g, phase, iteration, static_cast<int64_t>(sizes.spans.size()),
              static_cast<int64_t>(moved_.size()), sizes.encoded}, joined_, now_);
         group.is_awaited = true;
+    }
+
+private:
+    const int64_t *order_;
+    const double *arrival_s_;
+
+    size_t submit(size_t come, double until_s) {
+        for (; come < queries.size() && arrival_s_[order_[come]] <= until_s; ++come)
+            line_.push_back(order_[come]);
+        return come;
     }
 };
 

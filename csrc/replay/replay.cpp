@@ -41,7 +41,8 @@ struct Arguments {
     }
     xgpt_replay::Given alone() const {
         const int64_t *facts = ints(1);
-        return {clock(0), reals(3), reals(2)[0], facts[1] != 0, facts[3] != 0, facts[2] != 0};
+        return {clock(0), reals(3), facts[0], ints(7), reals(8), facts[1] != 0, facts[3] != 0,
+                facts[2] != 0};
     }
 };
 
@@ -55,37 +56,36 @@ Found *alone(Replay &&replay, double *times) {
 }
 
 xgpt_rooms::Asked asked(const Arguments &args) {
-    const int64_t *facts = args.ints(1), *sizes = args.ints(11);
+    const int64_t *facts = args.ints(1), *sizes = args.ints(13);
     xgpt_rooms::Asked asked = {
         {facts[5], facts[6], facts[7], facts[8], facts[9], facts[10]},
-        {args.ints(4), args.ints(5), args.ints(8), args.ints(9), args.ints(10), facts[11], {}},
-        {}, sizes[3], args.ints(7), args.ints(6), args.ints(4)};
+        {args.ints(4), args.ints(5), args.ints(10), args.ints(11), args.ints(12), facts[11], {}},
+        {}, sizes[3], args.ints(9), args.ints(6), args.ints(4)};
     if (!sizes[0]) return asked;
-    asked.forest = {sizes[0], sizes[1], sizes[2], args.ints(13), args.ints(14), args.ints(15),
-                    args.ints(16)};
-    asked.requests.inputs = args.ints(12);
+    asked.forest = {sizes[0], sizes[1], sizes[2], args.ints(15), args.ints(16), args.ints(17),
+                    args.ints(18)};
+    asked.requests.inputs = args.ints(14);
     return asked;
 }
 
 Found *paged(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
-    return alone(xgpt_paging::Replay(args.alone(), {facts[0], facts[4], facts[12], facts[13]},
-                                     asked(args)), times);
+    return alone(xgpt_paging::Replay(args.alone(), {facts[4], facts[12], facts[13]}, asked(args)),
+                 times);
 }
 
 Found *reserved(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
     const double *figures = args.reals(2);
     return alone(xgpt_reserving::Replay(
-        args.alone(), {facts[0], facts[4], facts[12], facts[13], facts[14], figures[3]},
-        {figures[1], figures[2]}, asked(args)), times);
+        args.alone(), {facts[4], facts[12], facts[13], facts[14], figures[2]},
+        {figures[0], figures[1]}, asked(args)), times);
 }
 
 Found *batched(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
-    return alone(xgpt_batching::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6]},
-                                       args.ints(4), args.ints(5), args.ints(6), args.ints(7),
-                                       args.ints(8)), times);
+    return alone(xgpt_batching::Replay(args.alone(), {facts[4], facts[5], facts[6]}, args.ints(4),
+                                       args.ints(5), args.ints(6), args.ints(9)), times);
 }
 
 Found *handed(const Arguments &args, double *times) {
@@ -94,7 +94,7 @@ Found *handed(const Arguments &args, double *times) {
     const xgpt_waa::Asked asked = {facts[0], args.ints(5), args.ints(4),
                                    {facts[8], facts[16], facts[17], 0, 1, 1}};
     xgpt_waa::EncodeRule encode({facts[6], facts[4], facts[7], facts[9], facts[10], facts[11],
-                                 figures[3]}, {figures[1], figures[2]}, asked);
+                                 figures[2]}, {figures[0], figures[1]}, asked);
     xgpt_waa::DecodeRule decode({facts[5], facts[12], facts[13], facts[14]}, asked);
     const auto fetch = reinterpret_cast<xgpt_times::Fetch>(const_cast<void *>(args.given[10]));
     xgpt_handing::Replay replay(
@@ -127,9 +127,9 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
 /* A replay with paged KV (kind 0), by RRA's rule or ORCA's (1), of static batches (2), or of two
  * pools (3). `given` has addresses of: the clock; facts (number of requests, whether encoding
  * yields a token, whether rows are compacted, whether steps are recorded, then the rule's own);
- * figures (arrival of the requests, then the rule's own); factors[stages of all pools] of the
- * clock's seconds; inputs[requests] tokens; reserves[requests] (for static batches the most
- * output, or forecast); left[requests] iterations; slots[groups].
+ * figures of the rule; factors[stages of all pools] of the clock's seconds; inputs[requests] tokens;
+ * reserves[requests] (for static batches the most output, or forecast); left[requests] iterations;
+ * order[requests] of arrival; arrival_s[requests]; slots[groups].
  *
  * The rule's own, with rooms (kinds 0 and 1): number of groups; budget of a group in KV tokens,
  * rule of admission, and the other terms of room.h; tokens in the table of new forecasts. Then
@@ -141,15 +141,15 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  * target of decode batches.
  *
  * Static batches: numbers of groups, of KV tokens of a group, of steps that encode a group's; in
- * place of slots order[requests] and ends[requests] of static_replay.h.
+ * place of slots ends[requests] of static_replay.h.
  *
  * Two pools: groups of the encode and of the decode pool; requests of an encode batch; most
  * requests in the system; KV tokens of the decode and of the encode pool; planned active
  * requests of the decode pool; tokens of its stock of inputs; most requests of its groups;
  * tokens of a chunk (0: none); active requests from which on it begins no input (0: no limit);
  * tokens of handovers in a block; rule of admission to the decode pool, and `after_free` of
- * room.h. Figures are as above. In place of slots: order[requests] of arrival, arrival_s[requests],
- * the clock of the decode pool, and the function that finds blocks of the handover's seconds.
+ * room.h. Figures are as above. In place of slots: the clock of the decode pool, and the function
+ * that finds blocks of the handover's seconds.
  *
  * Writes start, first token and last token of each request into times[3][requests] (nan: never),
  * and behind these its number of evictions. Returns the argument of the calls below, or nullptr

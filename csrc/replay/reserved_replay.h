@@ -14,7 +14,7 @@ namespace xgpt_reserving {
 
 /* `iterations` 0: ORCA's rule. `chunk` 0: inputs are encoded whole. */
 struct Facts {
-    int64_t queries, groups, iterations, encode_batch, chunk;
+    int64_t groups, iterations, encode_batch, chunk;
     double target_active;  // target of decode batches; 0: none
 };
 
@@ -24,18 +24,8 @@ class Replay : public xgpt_rooms::Replay {
 public:
     Replay(const xgpt_replay::Given &given, const Facts &facts, const Sizer &sizer,
            const xgpt_rooms::Asked &asked)
-        : xgpt_rooms::Replay(given, facts.groups, facts.queries, asked), facts_(facts),
-          sizer_(sizer), iteration_(first_iteration()) {}
-    void run() {
-        for (int64_t g; (g = facts_.iterations ? next_of_phase() : next_in_turn()) >= 0;) {
-            Group &group = groups_[g];
-            begin(group);
-            if (!facts_.iterations) decide_in_turn(group, g);
-            else if (facts_.chunk) decide_mixed(group, g);
-            else decide_phase(group, g);
-            note_memory();
-        }
-    }
+        : xgpt_rooms::Replay(given, facts.groups, asked), facts_(facts), sizer_(sizer),
+          iteration_(first_iteration()) {}
 
 private:
     Facts facts_;
@@ -44,6 +34,12 @@ private:
 
     int64_t first_iteration() const { return facts_.chunk > 0; }
 
+    int64_t next_group() override { return facts_.iterations ? next_of_phase() : next_in_turn(); }
+    void decide(Group &group, int64_t g) override {
+        if (!facts_.iterations) decide_in_turn(group, g);
+        else if (facts_.chunk) decide_mixed(group, g);
+        else decide_phase(group, g);
+    }
     int64_t next_of_phase() {
         const bool is_at_work = std::any_of(groups_.begin(), groups_.end(), [](const Group &own) {
             return own.room.active || !own.dealt.empty();

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -45,32 +44,41 @@ struct Asked {
 
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 protected:
-    Replay(const xgpt_replay::Given &given, int64_t num_groups, int64_t num_queries,
-           const Asked &asked)
-        : PoolReplay(given, num_groups, num_queries), num_groups_(num_groups),
-          requests_(asked.requests), line_(num_queries), tokens_(asked.tokens),
-          unit_(asked.terms.unit), inputs_(asked.inputs) {
-        requests_.all.resize(num_queries);
-        for (int64_t q = 0; q < num_queries; ++q) queries[q].left = asked.left[q];
+    Replay(const xgpt_replay::Given &given, int64_t num_groups, const Asked &asked)
+        : PoolReplay(given, num_groups), num_groups_(num_groups), requests_(asked.requests),
+          tokens_(asked.tokens), unit_(asked.terms.unit), inputs_(asked.inputs) {
+        requests_.all.resize(given.queries);
+        for (int64_t q = 0; q < given.queries; ++q) queries[q].left = asked.left[q];
         for (int64_t g = 0; g < num_groups; ++g) {
             groups_[g].slots = asked.slots[g];
             groups_[g].room.open(asked.terms, requests_);
         }
-        std::iota(line_.begin(), line_.end(), int64_t{0});
         if (asked.forest.size)
-            shared_ = std::make_unique<xgpt_prefixes::Living>(asked.forest, num_queries);
+            shared_ = std::make_unique<xgpt_prefixes::Living>(asked.forest, given.queries);
     }
 
-    int64_t num_groups_, turn_ = 0, next_ = 0;
+    int64_t num_groups_, turn_ = 0;
     xgpt_room::Requests requests_;
-    std::vector<int64_t> line_;  // requests in line, from `next_` on
     std::unique_ptr<xgpt_prefixes::Living> shared_;  // empty if nothing is shared
 
-    int64_t num_waiting() const { return static_cast<int64_t>(line_.size()) - next_; }
     int64_t tokens(int64_t q) const { return requests_.tokens(q); }
     /* As `tokens`, but one less of an evicted one if encoding gives no token. */
     int64_t context(int64_t q) const { return inputs_[q] + queries[q].made; }
 
+    /* A step of the group by the rule. */
+    virtual void decide(Group &group, int64_t g) = 0;
+
+    void turn(int64_t g, bool takes) final {
+        Group &group = groups_[g];
+        if (takes) collect(group, [&](int64_t q) {
+            if (shared_) finish_shared(q);
+            group.room.finish(q);
+            group.leave(queries[q]);
+            queries[q].last_s = now_;
+        });
+        decide(group, g);
+        note_memory();
+    }
     /* ContinuousRule.next_group */
     int64_t next_in_turn() const {
         for (int64_t ahead = 0; ahead < num_groups_; ++ahead) {
@@ -78,12 +86,6 @@ protected:
             if (num_waiting() || groups_[g].room.active) return g;
         }
         return -1;
-    }
-    void begin(Group &group) {
-        begin_turn(group, [&](int64_t q) {
-            if (shared_) finish_shared(q);
-            group.room.finish(q);
-        });
     }
     /* Rooms.admit */
     bool admit(Group &group, int64_t q, int64_t most, bool decodes) {
@@ -161,17 +163,17 @@ protected:
                     : decodes ? xgpt_replay::MIXED
                               : xgpt_replay::ENCODE, g, phase, iteration);
     }
+
+private:
+    int64_t tokens_, unit_;  // of all rooms; in whole multiples of this in each
+    const int64_t *inputs_;
+
     void note_memory() {
         if (!line.is_told) return;
         int64_t held = shared_ ? shared_->tokens : 0;
         for (const Group &group : groups_) held += group.room.held;
         line.note_memory(held, now_);
     }
-
-private:
-    int64_t tokens_, unit_;  // of all rooms; in whole multiples of this in each
-    const int64_t *inputs_;
-
     /* Rooms._budget */
     int64_t budget(int64_t prefix_tokens) const {
         return (tokens_ - prefix_tokens) / num_groups_ / unit_ * unit_;

@@ -14,7 +14,7 @@ namespace xgpt_batching {
 
 /* `kv_tokens` are a group's; `parts`: steps that encode a group's requests. */
 struct Facts {
-    int64_t queries, groups, kv_tokens, parts;
+    int64_t groups, kv_tokens, parts;
 };
 
 using Query = xgpt_replay::Query;
@@ -32,32 +32,31 @@ struct Group : xgpt_replay::Rows<Query> {
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 public:
     /* outputs[requests]: most output tokens of each, or forecast; left[requests]: iterations.
-     * order[requests]: in which batches take them; ends[requests]: place in it where a batch
-     * ends, by the place where it begins. */
+     * ends[requests]: place in line where a batch ends, by the place where it begins. */
     Replay(const xgpt_replay::Given &given, const Facts &facts, const int64_t *inputs,
-           const int64_t *outputs, const int64_t *left, const int64_t *order, const int64_t *ends)
-        : PoolReplay(given, facts.groups, facts.queries), facts_(facts), inputs_(inputs),
-          outputs_(outputs), left_(left), order_(order), ends_(ends) {}
-    void run() {
-        while (unfinished_ || next_ < facts_.queries) {
-            if (!unfinished_) fill_batch();
-            const int64_t g = turn_;
-            Group &group = groups_[g];
-            const bool takes = iteration_ > 0 && group.is_awaited;
-            wait(group, takes);
-            if (takes) collect(group, [&](int64_t) { unfinished_ -= 1; });
-            if (unfinished_) decide(group, g);
-            else end_batch();
-            line.note_memory(held_, now_);
-        }
-    }
+           const int64_t *outputs, const int64_t *left, const int64_t *ends)
+        : PoolReplay(given, facts.groups), facts_(facts), inputs_(inputs), outputs_(outputs),
+          left_(left), ends_(ends) {}
 
 private:
     Facts facts_;
-    const int64_t *inputs_, *outputs_, *left_, *order_, *ends_;
-    int64_t next_ = 0;  // place of the first waiting request
+    const int64_t *inputs_, *outputs_, *left_, *ends_;
     int64_t unfinished_ = 0, phase_ = -1, iteration_ = 0, turn_ = 0, part_ = 0;
 
+    int64_t next_group() override {
+        if (!unfinished_) {
+            if (!num_waiting()) return -1;
+            fill_batch();
+        }
+        return turn_;
+    }
+    bool needs_tokens() const override { return iteration_ > 0; }
+    void turn(int64_t g, bool takes) override {
+        if (takes) collect(groups_[g], [&](int64_t) { unfinished_ -= 1; });
+        if (unfinished_) decide(groups_[g], g);
+        else end_batch();
+        line.note_memory(held_, now_);
+    }
     void fill_batch() {
         phase_ += 1;
         iteration_ = turn_ = part_ = 0;
@@ -65,13 +64,13 @@ private:
         const int64_t size = ends_[next_] - next_;
         for (int64_t g = 0; g < facts_.groups; ++g) {
             const int64_t quota = size / facts_.groups + (g < size % facts_.groups);
-            for (int64_t i = 0; i < quota && next_ < facts_.queries && add(g, output); ++i) ++next_;
+            for (int64_t i = 0; i < quota && num_waiting() && add(g, output); ++i) ++next_;
         }
         for (const Group &group : groups_) held_ += group.reserved(output);
     }
     /* _Batch.add of the next request */
     bool add(int64_t g, int64_t &output) {
-        const int64_t q = order_[next_], most = std::max(output, outputs_[q]);
+        const int64_t q = line_[next_], most = std::max(output, outputs_[q]);
         if (groups_[g].reserved(most) + inputs_[q] + most > facts_.kv_tokens) return false;
         for (const Group &other : groups_)
             if (most > output && other.reserved(most) > facts_.kv_tokens) return false;

@@ -1,6 +1,7 @@
 """Jobs drawn at random, and a check that the native replay of one equals that by events."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -63,6 +64,18 @@ def drawn(rng, model, policy, sizes, *, cluster="a40-4", of_one=0.2, facts=None,
         tp_degree=degree, tp_gpus=gpus, **config))
     return problem, timing, estimate, QueryLengths(inputs=inputs, outputs=outputs,
                                                    most_outputs=outputs)
+
+
+def arriving(rng, timing, count):
+    """[count] seconds of arrival: all together, by a Poisson process, or in bursts. Those are at
+    whole seconds, as the beginnings of all steps then are, so that some coincide."""
+    kind = rng.integers(3)
+    if kind == 0:
+        return np.full(count, 2.5)
+    if kind == 1:
+        return rng.permutation(np.cumsum(rng.exponential(10.0**rng.uniform(-3, 0.5), count)))
+    timing.unit, timing.facts = 1.0, replace(timing.facts, step_overhead_s=0.0)
+    return np.asarray(rng.integers(0, 1 + count // 2, count) * rng.integers(1, 300), float)
 
 
 def same_both_ways(monkeypatch: pytest.MonkeyPatch,

@@ -51,7 +51,8 @@ _POOL = [np.int64] * 6 + [np.float64] * 4  # types of the arrays of one pool
 
 class _NativeInput(NamedTuple):
     """Input for csrc from a rule: `kind`, integer `facts`, `figures`, [requests] tokens that each
-    reserves, further arrays, and [requests] which of them can never fit."""
+    reserves, further arrays, [requests] which of them can never fit, and [requests] in the order in
+    which they stand in line, if that is not by arrival."""
 
     kind: int
     facts: Sequence[int]
@@ -59,6 +60,7 @@ class _NativeInput(NamedTuple):
     reserves: IntArray
     others: Sequence[NDArray[Any]]
     never_fit: BoolArray
+    order: IntArray | None = None
 
 
 def replay_natively(job: ReplayJob, pools: Sequence[PoolPlan],
@@ -78,18 +80,20 @@ def replay_natively(job: ReplayJob, pools: Sequence[PoolPlan],
         data = _two_pool_input(job, pools[0], pools[1], handovers[0])
     if data is None:
         return None
+    order = np.argsort(job.arrival_s, kind="stable")
     if data.never_fit.any():
-        order = np.argsort(job.arrival_s, kind="stable")
         raise never_fits(job, int(order[data.never_fit[order]][0]))
     clocks = [one[0].native for one in timed if one is not None]
     factors = [factor for one in timed if one is not None for factor in one[1]]
     facts = [len(job.arrival_s), job.gives_token,
              pools[-1].rule.slot_use is SlotUse.COMPACTED, has_steps, *data.facts]
-    begin_s, fetched = float(job.arrival_s[0]), [clock.fetched for clock in clocks]
+    fetched = [clock.fetched for clock in clocks]
     read: list[NDArray[Any]] = [
-        np.array(facts, np.int64), np.array([begin_s, *data.figures], float),
+        np.array(facts, np.int64), np.array(data.figures, float),
         np.array(factors, float), *(np.ascontiguousarray(one, np.int64) for one in (
-            job.lengths.inputs, data.reserves, job.left)), *data.others]
+            job.lengths.inputs, data.reserves, job.left,
+            order if data.order is None else data.order)),
+        np.ascontiguousarray(job.arrival_s), *data.others]
     addresses = [clocks[0].address, *map(address_of, read)]
     if handovers:
         link = handovers[0]
@@ -158,17 +162,21 @@ def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[fl
 
 
 def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
-    """Input for a single pool whose requests arrive together; None for other rules."""
+    """Input for a single pool; None for other rules, and for those that look at all requests while
+    some are still to arrive."""
     rule, lengths, arrival_s = plan.rule, job.lengths, job.arrival_s
-    if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
+    if plan.role != "both" or not len(arrival_s):
         return None
-    if type(rule) is StaticRule and not rule.waiting and not rule.evicts:
+    are_together = bool((arrival_s == arrival_s[0]).all())
+    if type(rule) is StaticRule and not rule.waiting and not rule.evicts and (
+            rule.former is None or are_together):
         outputs, order, ends = _formed(rule, job)
         return _NativeInput(
             _STATIC, [rule.num_groups, rule.group_kv_tokens,
-                      rule.encode_micro_batches // rule.num_groups], [], outputs, [order, ends],
-            lengths.reserves > rule.group_kv_tokens)
-    if not isinstance(rule, _WITH_ROOMS) or rule.waiting:
+                      rule.encode_micro_batches // rule.num_groups], [], outputs, [ends],
+            lengths.reserves > rule.group_kv_tokens, order)
+    if not isinstance(rule, _WITH_ROOMS) or rule.waiting or not (
+            are_together or not rule.rooms.prefixes.is_shared):
         return None
     if type(rule) is PagedRule:
         return _of_rooms(job, rule.rooms, rule.slots, _PAGED, [rule.token_budget, rule.is_chunked])
@@ -226,13 +234,13 @@ def _forecasts(job: ReplayJob, forecaster: Forecaster) -> Sequence[IntArray] | N
     return first, ranges, np.ascontiguousarray(beyond)
 
 
-def _formed(rule: StaticRule, job: ReplayJob) -> tuple[IntArray, IntArray, IntArray]:
-    """[requests] (output tokens that batches count with; requests in the order of batches; end of
-    the batch that begins at each place)."""
+def _formed(rule: StaticRule, job: ReplayJob) -> tuple[IntArray, IntArray | None, IntArray]:
+    """[requests] (output tokens that batches count with; requests in the order of batches, None: by
+    arrival; end of the batch that begins at each place)."""
     lengths = job.lengths
     places, outputs = np.arange(len(lengths.inputs)), lengths.most_outputs
     if rule.former is None:
-        return outputs, places, places + rule.encode_batch
+        return outputs, None, places + rule.encode_batch
     if job.forecasts is not None:
         outputs = job.forecasts
     waiting = [Waiting(query, reserve, tokens, 0, forecast) for query, (reserve, tokens, forecast)
@@ -256,7 +264,6 @@ def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
             or link.release != encode.release or encode.waiting
             or (encode.limits.stock_tokens and decode.inputs is None)):
         return None
-    order = np.argsort(job.arrival_s, kind="stable")
     never_fit = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
     limits, sizer, chunks = encode.limits, encode.sizer, decode.inputs
     room = decode.rooms.of_group[0]
@@ -267,8 +274,8 @@ def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
                   decode.group_max_active, 0 if chunks is None else chunks.limit,
                   0 if decode.planned == math.inf else int(decode.planned), ROW_BLOCK,
                   ADMISSION_RULES.index(room.rule), room.after_free],
-        [sizer.mean_input, sizer.adjustment, limits.target_active], lengths.reserves,
-        [order, np.ascontiguousarray(job.arrival_s)], never_fit)
+        [sizer.mean_input, sizer.adjustment, limits.target_active], lengths.reserves, [],
+        never_fit)
 
 
 def _records(plan: PoolPlan, *arrays: NDArray[Any]) -> PoolRecords:

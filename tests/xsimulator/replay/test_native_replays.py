@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from both_replays import LONGEST, PLANS, RULES, drawn, same_both_ways
+from both_replays import LONGEST, PLANS, RULES, arriving, drawn, same_both_ways
 from compiled import has_compiler
 
 from xgpt.core.constraint import latency_constraint
@@ -44,8 +44,12 @@ def test_static_batches(monkeypatch, model, is_padded):
             job[-1].outputs + rng.integers(0, 40), LONGEST - job[-1].inputs))
         if rng.random() < 0.5:
             queries = replace(queries, forecasts=np.repeat(queries.outputs[:, None], 3, axis=1))
-        quick = same_both_ways(monkeypatch, lambda job=job, queries=queries, seed=seed: Replayer(
-            *job[:3]).run(queries, rules=[static_of(np.random.default_rng(seed))], arrival_s=2.5))
+        arrival_s = arriving(rng, job[1], len(queries.inputs))
+        if static_of(np.random.default_rng(seed)).former is not None:
+            arrival_s = 2.5  # csrc forms batches of all requests at once
+        quick = same_both_ways(monkeypatch, lambda job=job, queries=queries, seed=seed,
+                               arrival_s=arrival_s: Replayer(*job[:3]).run(
+            queries, rules=[static_of(np.random.default_rng(seed))], arrival_s=arrival_s))
         steps += len(quick.pools[0].steps)
         batches += quick.pools[0].steps[-1].phase + 1
     assert batches > 100 and steps > 20 * batches, (steps, batches)
@@ -79,8 +83,9 @@ def test_rules_that_reserve(monkeypatch, name, num_kinds):
         job = drawn(rng, ("opt-13b", "t5-11b")[seed % 5 == 4], "rra", (20, 160), encode_batch=4,
                     decode_iterations=9)
         rule = RULES[name](rng, float(job[-1].inputs.mean()))
-        quick = same_both_ways(monkeypatch, lambda job=job, rule=rule:
-                               replay_job(*job, rules=[rule()]))
+        arrival_s = arriving(rng, job[1], len(job[-1].inputs))
+        quick = same_both_ways(monkeypatch, lambda job=job, rule=rule, arrival_s=arrival_s:
+                               Replayer(*job[:3]).run(job[-1], rules=[rule()], arrival_s=arrival_s))
         kinds.update(step.kind for step in quick.pools[0].steps)
     assert len(kinds) == num_kinds and min(kinds.values()) > 60, kinds
 
@@ -100,8 +105,11 @@ def paged_of(policy, rng, model="opt-13b"):
 def test_paged_rules(monkeypatch, policy):
     evicted = 0
     for seed in range(18):
-        job = paged_of(policy, np.random.default_rng(seed), ("opt-13b", "t5-11b")[seed % 3 == 2])
-        evicted += same_both_ways(monkeypatch, lambda job=job: replay_job(*job)).preemptions
+        rng = np.random.default_rng(seed)
+        job = paged_of(policy, rng, ("opt-13b", "t5-11b")[seed % 3 == 2])
+        arrival_s = arriving(rng, job[1], len(job[-1].inputs))
+        evicted += same_both_ways(monkeypatch, lambda job=job, arrival_s=arrival_s: Replayer(
+            *job[:3]).run(job[-1], arrival_s=arrival_s)).preemptions
     assert evicted > 20, "else there was room for all"
 
 
