@@ -24,7 +24,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xscheduler.replays import DRAWN
 from xsimulator.replay.job import planned_queries
-from xsimulator.replay.service import counted, seconds_by_metric, tightness
+from xsimulator.replay.service import Used, counted, seconds_by_metric, used_of_limits
 
 LEAST_S, LEAST_REQUESTS, LEAST_LATENCIES = 30.0, 2000, 20  # chosen, as Vidur's replays are short
 MOST_LONGER = 64  # chosen: a replay may be so many times as long as the shortest
@@ -63,7 +63,7 @@ class Tried(NamedTuple):
     whether the replay was long enough to tell."""
 
     holds: bool
-    used: float
+    used: Used
     is_settled: bool
 
 
@@ -111,12 +111,12 @@ class Trials:
         rows = counted(arrival_s)
         own = {name: every[rows] for name, every in seconds_by_metric(
             times, lengths.outputs).items()}
-        used, *halves = (tightness(
+        used, *halves = (used_of_limits(
             {name: every[part] for name, every in own.items()}, self.constraint, self.slower)
             for part in (slice(None), slice(len(rows) // 2), slice(len(rows) // 2, None)))
-        less, more = sorted(halves)
+        less, more = sorted(half.share for half in halves)
         is_settled = more - less <= _AGREES * more or more <= _UNUSED or less > 1
-        return Tried(used <= 1, used, is_settled), float(own["latency"].mean())
+        return Tried(used.share <= 1, used, is_settled), float(own["latency"].mean())
 
 
 class Found(NamedTuple):

@@ -98,6 +98,8 @@ def _queries_per_s(one: PlannedLayout, is_for_job: bool) -> float:
     if not isinstance(one.planned, Schedule):
         return 0.0
     count, estimate = one.problem.num_queries, one.planned.estimate
+    if one.planned.served is not None:
+        return one.planned.served.capacity.qps
     if not is_for_job or not count:
         return estimate.figures.throughput_qps
     job = Evaluator(one.problem, one.timing).job(estimate)

@@ -84,9 +84,9 @@ def best_for_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
 
 def is_short(problem: Problem, schedule: Schedule) -> bool:
     """Whether ramp-up and drain take a large part of the job. False while lengths are observed,
-    since a makespan at the caps is too long."""
+    since a makespan at the caps is too long, and where requests arrive over time."""
     count, estimate = problem.num_queries, schedule.estimate
-    return bool(count) and not problem.observes and (
+    return bool(count) and not problem.observes and problem.arrivals is None and (
         count or 0) < SHORT * estimate.deployment.replicas * estimate.most_in_system
 
 

@@ -1,5 +1,6 @@
 """The one planner: the schedule of a problem, whether its values are fixed, it is short, or its
-lengths are yet to be observed. Seven steps:
+lengths are yet to be observed. A problem whose requests arrive over time is planned by
+xscheduler.service_planner. Others in seven steps:
 
 1. Steady state: the best of the policies that are searched, or that the job names, within the
    limits and their confidence.
@@ -37,6 +38,7 @@ from xscheduler.progress import Watch
 from xscheduler.prospects import with_prospects
 from xscheduler.replicas import idle_note
 from xscheduler.search_planner import SearchPlanner
+from xscheduler.service_planner import ServicePlanner
 from xscheduler.thresholds import with_threshold
 from xscheduler.unmeasured_engine import plan_untimed
 from xsimulator.roofline_limit import roofline_limit_qps
@@ -54,7 +56,8 @@ class PlanOptions:
     times are not those of the engine that will run; "" if they are. `has_margin`: the limit is kept
     with its confidence, else as expected. `is_brief`: no explanation, no comparisons. `is_rough`:
     fewer replays, for a comparison. `max_seconds`: time limit, after which the best schedule so far
-    is returned; None: no limit."""
+    is returned; None: no limit. `requests`: of each replay of requests that arrive over time; None:
+    as many as it takes."""
 
     gap: float | None = None
     max_nodes: int | None = None
@@ -64,6 +67,7 @@ class PlanOptions:
     is_brief: bool = False
     is_rough: bool = False
     max_seconds: float | None = None
+    requests: int | None = None
 
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
@@ -112,7 +116,11 @@ class Planner:
     def plan(self, latency_bound_s: float | None = None) -> Schedule:
         """The schedule within a latency limit, by default the problem's. Raises InfeasibleError."""
         problem = _with_limit(self.problem, latency_bound_s)
-        with self._watched():
+        with self._watched() as watch:
+            if problem.arrivals is not None:
+                return _with_idle_note(problem, with_room(ServicePlanner(
+                    problem, self.timing, watch, has_margin=self.options.has_margin,
+                    requests=self.options.requests).best(), problem))
             if self._is_placed:
                 schedule = Placing(problem, self.timing, tell=self._tell,
                                    is_steady=self.options.horizon == "steady",

@@ -26,6 +26,7 @@ import numpy as np
 from xgpt.core.constraint import Bound
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xgpt.core.served import Search
@@ -37,7 +38,9 @@ from xscheduler.margin import Margins
 from xscheduler.progress import Watch
 from xscheduler.replays import Replays
 from xscheduler.space import OPTIMISM, Cell, Point
+from xsimulator.bound import Kind
 from xsimulator.replay.prediction import num_checked_queries
+from xsimulator.replay.service import Used
 from xsimulator.replay.service_replay import ServiceReplayer
 from xsimulator.replay.step_clock import StepClocks
 
@@ -65,7 +68,8 @@ class Candidate:
     clocks: StepClocks
     slower: float = 1.0  # factor by which its step times may be longer
     capacity_qps: float | None = None  # None: below that of the best at its time
-    used: float = math.inf  # share of its limits that it used at the rate that it was tried at
+    tried_qps: float = 0.0  # the rate that would have beaten the best; it used so much there
+    used: Used | None = None
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -73,6 +77,10 @@ class Candidate:
         one = self.cell.formula.estimate(self.cell.plan, self.point)
         found = self.replays.of(one, num_checked_queries(self.cell.problem, one))
         return found.shown(self.cell.problem).in_copies(self.copies)
+
+    def in_copies(self, count: int) -> Candidate:
+        """The same configuration on another number of replicas."""
+        return replace(self, copies=count, estimated_qps=self.estimated_qps * count / self.copies)
 
     @property
     def saturated_qps(self) -> float:
@@ -97,15 +105,14 @@ class Account:
     replayed: int = 0
     by_bound: int = 0
     refused: int = 0
-    bound_qps: float = 0.0
 
     @property
     def search(self) -> Search:
         """The account for a schedule; what is left was given up by estimate."""
         settled = self.replayed + self.by_bound + self.refused
         return Search(candidates=self.candidates, replayed=self.replayed, by_bound=self.by_bound,
-                      refused=self.refused, by_estimate=self.candidates - settled,
-                      bound_qps=self.bound_qps)
+                      refused=self.refused,
+                      by_estimate=self.candidates - settled)
 
 
 @dataclass(kw_only=True)
@@ -123,52 +130,69 @@ class ServiceSearch:
 
     def __post_init__(self) -> None:
         plain = steady(self.problem)
-        self._cells = [(cell, replays) for cell, replays in cells_of(plain, self.timing)
+        self.cells = [(cell, replays) for cell, replays in cells_of(plain, self.timing)
                        if len(cell.points)]
         self._clocks = {id(replays): StepClocks(cell.problem, self.timing)
-                        for cell, replays in self._cells}
+                        for cell, replays in self.cells}
         limited = replace(plain, constraint=plain.constraint.with_latency(limit_s=1.0))
         self._margins = Margins(limited, Evaluator(limited, self.timing))
         self.load = Load(self.problem, self.problem.seed)
         self._ratios: defaultdict[tuple[str, bool | None], list[float]] = defaultdict(list)
-        self._seen: set[tuple[Cell, Point]] = set()
         self._entered = 0
 
-    def best(self, least_qps: float = 0.0) -> Candidate | None:
+    def fewest(self, rate: float) -> Candidate | None:
+        """The candidate on the fewest devices that keeps the limits at `rate` requests/s, with the
+        highest capacity on so many; None if none does."""
+        sizes = {copies * cell.problem.cluster.num_devices for cell, _ in self.cells
+                 for copies in range(1, cell.copies + 1)}
+        return next((found for devices in sorted(sizes)
+                     if (found := self.best(rate, devices)) is not None), None)
+
+    def best(self, least_qps: float = 0.0, devices: int | None = None) -> Candidate | None:
         """The candidate with the highest value; None if none keeps the limits at `least_qps`, in
-        requests/s, or above."""
+        requests/s, or above. devices: of all its replicas; None: as many as there are."""
         best: Candidate | None = None
-        line = self._in_order()
+        line, seen = self._in_order(devices), set[tuple[Cell, Point]]()
         while line and not self.watch.cuts():
             estimated, _, candidate = heapq.heappop(line)
-            to_beat = 0.0 if best is None else self.value(best, best.capacity_qps or 0.0)
-            kind = candidate.cell.policy, candidate.cell.is_chunked
-            ratios = self._ratios[kind]
-            likely = -estimated * (1.0 if len(ratios) < PROBES else max(ratios))
+            least = 0.0 if best is None else self.value(best, best.capacity_qps or 0.0)
+            to_beat = max(least / self.value(candidate, 1.0), least_qps)
+            ratios = self._ratios[candidate.cell.policy, candidate.cell.is_chunked]
+            likely = candidate.estimated_qps * (
+                1.0 if len(ratios) < PROBES else max(ratios))
             place = candidate.cell, candidate.point
-            if (1 + OPTIMISM) * likely <= to_beat or place in self._seen:
+            if (1 + OPTIMISM) * likely <= to_beat or place in seen:
                 continue
-            self._seen.add(place)
-            if not self._consider(candidate, best, least_qps):
+            seen.add(place)
+            if not self._consider(candidate, to_beat):
                 continue
             found = candidate.capacity_qps
-            if found is not None and self.value(candidate, found) > to_beat:
+            if found is not None:
                 best = candidate
-            reached = found if found is not None else to_beat / self.value(candidate, 1.0)
-            ratios.append(reached / candidate.estimated_qps)
-            if found is not None or candidate.used <= _NEAR:
+            ratios.append((found or to_beat) / candidate.estimated_qps)
+            if found is not None or (candidate.used and candidate.used.share <= _NEAR):
                 for other in self._neighbours(candidate):
                     heapq.heappush(line, self._entry(other))
-        self.account.bound_qps = max((-one[0] for one in line), default=0.0)
         return best
 
     def value(self, candidate: Candidate, qps: float) -> float:
         """Requests/s in all, of a device, or for a price: the objective makes it the largest."""
-        if self.problem.constraint.objective == "throughput":
-            return qps
-        price = self.problem.cluster.device.price_per_hour or 1.0
         devices = candidate.copies * candidate.cell.problem.cluster.num_devices
-        return qps / devices / (price if self.problem.constraint.objective == "cost" else 1.0)
+        return self.value_on(qps, devices)
+
+    def value_on(self, qps: float, devices: int) -> float:
+        """The value of `qps` requests/s on so many devices."""
+        constraint, device = self.problem.constraint, self.problem.cluster.device
+        if constraint.objective == "throughput":
+            return qps
+        return qps / devices / (
+            (device.price_per_hour or 1.0) if constraint.objective == "cost" else 1.0)
+
+    def left(self) -> dict[tuple[Problem, tuple[int, int], Kind], int]:
+        """{(part of the cluster, tensor plan, kind of pools): replicas} of the candidates that were
+        given up by estimate."""
+        return {(cell.problem, cell.plan, "two pools" if len(policy(cell.policy).pools) > 1
+                 else "one pool"): cell.copies for cell, _ in self.cells}
 
     def trials(self, candidate: Candidate, *, load: Load | None = None,
                most_longer: int = MOST_LONGER) -> Trials:
@@ -177,26 +201,21 @@ class ServiceSearch:
                       saturated_qps=candidate.saturated_qps, slower=candidate.slower,
                       constraint=self.problem.constraint, most_longer=most_longer)
 
-    def _consider(self, candidate: Candidate, best: Candidate | None, least_qps: float) -> bool:
-        """Replays a candidate unless a bound gives it up; returns whether it was replayed."""
+    def _consider(self, candidate: Candidate, to_beat: float) -> bool:
+        """Replays a candidate unless a bound gives it up; returns whether it was replayed. Its
+        capacity is set if that is above `to_beat`, in requests/s."""
         try:
-            most = candidate.saturated_qps
-            if self.has_margin and most:
+            if self.has_margin and candidate.saturated_qps:
                 candidate.slower = self._margins.margin(candidate.estimate.one_copy).timing
-                most = candidate.saturated_qps
-            to_beat = max(least_qps, 0.0 if best is None else self.value(
-                best, best.capacity_qps or 0.0) / self.value(candidate, 1.0))
-            if not most:
-                self.account.refused += 1
-                return False
+            most, wanted = candidate.saturated_qps, to_beat * (1 + PRECISION)
             if most <= to_beat:
-                self.account.by_bound += 1
+                self.account.by_bound += bool(most)
+                self.account.refused += not most
                 return False
             trials = self.trials(candidate, most_longer=_FIRST_LONGER)
-            wanted = to_beat * (1 + PRECISION) if best is not None else to_beat
             if wanted:
                 tried = trials.at(wanted)
-                candidate.used = tried.used
+                candidate.tried_qps, candidate.used = wanted, tried.used
             if not wanted or tried.holds:
                 found = highest_rate(trials, wanted * (1 + PRECISION) if wanted else None)
                 candidate.capacity_qps = found.qps or None
@@ -207,16 +226,22 @@ class ServiceSearch:
         self.tried.append(candidate)
         return True
 
-    def _in_order(self) -> list[tuple[float, int, Candidate]]:
+    def _in_order(self, devices: int | None) -> list[tuple[float, int, Candidate]]:
         """A heap of the best candidate of each cell, by its estimate."""
         line = []
-        for cell, replays in self._cells:
+        for cell, replays in self.cells:
+            copies, rest = (cell.copies, 0) if devices is None else divmod(
+                devices, cell.problem.cluster.num_devices)
+            if rest or not 1 <= copies <= cell.copies:
+                continue
             self.account.candidates += len(cell.points)
             qps = self._within_limits(cell)
             at = int(np.argmax(qps))
             if qps[at] > 0:
-                one = self._candidate(cell, replays, at, float(qps[at]))
-                line.append(self._entry(one))
+                line.append(self._entry(Candidate(
+                    cell=cell, replays=replays, point=tuple(cell.points[at].tolist()),
+                    estimated_qps=copies * float(qps[at]), copies=copies,
+                    clocks=self._clocks[id(replays)])))
         heapq.heapify(line)
         return line
 
@@ -225,17 +250,13 @@ class ServiceSearch:
         return -self.value(one, one.estimated_qps), self._entered, one
 
     def _within_limits(self, cell: Cell) -> FloatArray:
-        """[points] requests/s of all replicas by the rough formula; 0 beyond the limits."""
+        """[points] requests/s of a replica by the rough formula; 0 beyond the limits."""
         constraint, rough = self.problem.constraint, cell.rough
         outputs = max(cell.problem.lengths.outputs.mean - 1, 1)
         keeps = ((rough.ttft_s <= constraint.limit_s("ttft"))
                  & (rough.latency_s - rough.ttft_s <= outputs * constraint.limit_s("tpot"))
                  & (rough.latency_s <= min(constraint.latency_s, constraint.limit_s("deadline"))))
-        return np.where(keeps, cell.copies * rough.throughput_qps, 0.0)
-
-    def _candidate(self, cell: Cell, replays: Replays, at: int, qps: float) -> Candidate:
-        return Candidate(cell=cell, replays=replays, point=tuple(cell.points[at].tolist()),
-                         estimated_qps=qps, copies=cell.copies, clocks=self._clocks[id(replays)])
+        return np.where(keeps, rough.throughput_qps, 0.0)
 
     def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yields the candidates that differ by one step of the grid in one variable."""
@@ -248,5 +269,7 @@ class ServiceSearch:
                 wanted = own.copy()
                 wanted[column] = value
                 for row in np.flatnonzero((points == wanted).all(axis=1)).tolist():
-                    yield self._candidate(cell, candidate.replays, row,
-                                          max(float(qps[row]), candidate.estimated_qps))
+                    yield replace(
+                        candidate, point=tuple(wanted.tolist()), slower=1.0, capacity_qps=None,
+                        estimated_qps=max(candidate.copies * float(qps[row]),
+                                          candidate.estimated_qps))

@@ -76,7 +76,7 @@ def with_ranks(opened: OpenedJob, ranks: int) -> OpenedJob:
 
 def is_sized(problem: Problem) -> bool:
     """Whether the job's objective is to use few, or cheap, devices of its cluster."""
-    return problem.constraint.objective != "throughput"
+    return problem.constraint.objective != "throughput" and problem.arrivals is None
 
 
 def _on_sizes(opened: OpenedJob) -> list[OpenedJob]:

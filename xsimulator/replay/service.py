@@ -7,6 +7,7 @@ empties."""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,23 +54,27 @@ def limits_of(constraint: Constraint) -> tuple[tuple[ServedMetric, Bound], ...]:
         metric="queueing", limit_s=QUEUEING_S, kind="queries", quantile=QUEUEING_SHARE)),)
 
 
-def tightness(seconds: Mapping[ServedMetric, FloatArray], constraint: Constraint,
-              faster: float = 1.0) -> float:
-    """The share of its limits that a service uses up; at most 1 if it keeps them. With a joint
-    attainment it is that quantile of the requests' largest shares, else the largest over the limits
-    of their own quantiles. faster: factor by which every limit is divided."""
-    limits = limits_of(constraint)
-    if constraint.attainment is not None:
-        used = np.fmax.reduce([seconds[metric] / bound.limit_s for metric, bound in limits])
-        used = used[~np.isnan(used)]
-        return faster * quantile(used, constraint.attainment) if len(used) else 0.0
-    most = 0.0
-    for metric, bound in limits:
-        own = seconds[metric]
-        own = own[~np.isnan(own)] if metric == "tpot" else own
-        if len(own):
-            most = max(most, faster * quantile(own, bound.quantile) / bound.limit_s)
-    return most
+class Used(NamedTuple):
+    """The share of its limits that a service uses up, at most 1 if it keeps them, and the metric
+    that uses most of its own limit."""
+
+    share: float
+    metric: ServedMetric
+
+
+def used_of_limits(seconds: Mapping[ServedMetric, FloatArray], constraint: Constraint,
+                   faster: float = 1.0) -> Used:
+    """The share that is used up: with a joint attainment that quantile of the requests' largest
+    shares, else the largest over the limits of their own quantiles. faster: factor by which every
+    limit is divided."""
+    limits, joint = limits_of(constraint), constraint.attainment
+    shares = [faster * seconds[metric] / bound.limit_s for metric, bound in limits]
+    each = [Used(quantile(own, joint or bound.quantile), metric) for share, (metric, bound) in zip(
+        shares, limits, strict=True) if len(own := share[~np.isnan(share)])]
+    most = max(each, default=Used(0.0, limits[0][0]))
+    if joint is None or len(each) < 2:
+        return most
+    return Used(quantile(np.fmax.reduce(shares), joint), most.metric)
 
 
 def attainment(seconds: Mapping[ServedMetric, FloatArray], constraint: Constraint) -> float | None:

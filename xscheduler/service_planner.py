@@ -1,0 +1,195 @@
+"""The schedule of a service: the best candidate (xscheduler.service) with its capacity over several
+seeds, the figures of its requests, its alternatives, and the account of the search."""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem, QueryLengths
+from xgpt.core.schedule import CopiesTried, Margin, Proof, Rejected, Schedule, Status
+from xgpt.core.served import Capacity, Served
+from xgpt.core.units import format_seconds
+from xprofiler.timing import TimingSource
+from xscheduler.capacity import LEAST_REQUESTS, LEAST_S, SEEDS, Load, highest_rate
+from xscheduler.evaluator import job_lengths
+from xscheduler.labels import configuration
+from xscheduler.progress import Watch
+from xscheduler.refusals import check
+from xscheduler.service import Candidate, ServiceSearch, steady
+from xsimulator.bound import UpperBound
+from xsimulator.replay.service import (
+    attainment,
+    binding,
+    counted,
+    limits_of,
+    metric_figures,
+    replica_figures,
+    seconds_by_metric,
+)
+
+MOST_SHOWN = 20_000  # chosen: requests of the replay whose figures are shown
+_MOST_COPIES = 4  # chosen: a refusal tries up to so many times the replicas
+
+
+class ServicePlanner:
+    """Plans one problem whose requests arrive over time. Arguments as of ServiceSearch."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, watch: Watch, *,
+                 has_margin: bool = True, requests: int | None = None) -> None:
+        self.problem, self.timing, self._watch = problem, timing, watch
+        assert problem.arrivals is not None
+        self._rate = problem.arrivals.own_rate
+        self.search = ServiceSearch(problem=problem, timing=timing, watch=watch,
+                                    has_margin=has_margin, requests=requests)
+        self._bound = cache(lambda part: UpperBound(steady(part), timing))
+
+    def best(self) -> Schedule:
+        """The schedule with the highest value. Raises InfeasibleError if none keeps the limits at
+        the job's rate, or at any."""
+        check(self.problem, self.timing)
+        is_fewest = self._rate is not None and self.problem.constraint.objective != "throughput"
+        found = self.search.fewest(self._rate or 0.0) if is_fewest else self.search.best()
+        if found is None or (found.capacity_qps or 0.0) < (self._rate or 0.0):
+            raise self._refusal(found)
+        served = self.served(found)
+        value = self.search.value(found, served.capacity.qps)
+        bound = max(self._bound_value(), value)
+        status = Status.LIMIT if self._watch.has_cut else Status.WITHIN_GAP
+        return Schedule(
+            estimate=found.estimate, bounds=self.problem.constraint.bounds, served=served,
+            fingerprint=self.problem.fingerprint, margin=Margin(
+                factor=found.slower, cost=1 - served.capacity.qps / served.capacity.bare_qps),
+            proof=Proof(status=status, bound_qps=bound * served.capacity.qps / value,
+                        gap=bound / value - 1, nodes=self.search.account.candidates,
+                        seconds=self._watch.seconds),
+            rejected=tuple(self._rejected(found)), over_copies=tuple(self._over_copies(found)))
+
+    def served(self, found: Candidate) -> Served:
+        """Capacity of a candidate over SEEDS seeds, and its figures at the job's rate or there."""
+        trials = [self.search.trials(found, load=Load(self.problem, self.problem.seed + seed))
+                  for seed in range(SEEDS)]
+        highest = [highest_rate(one, found.capacity_qps) for one in trials]
+        trials[0].slower, trials[0].saturated_qps = 1.0, found.saturated_qps * found.slower
+        bare = highest[0] if found.slower == 1 else highest_rate(
+            trials[0], highest[0].qps * found.slower)
+        rates = [one.qps for one in highest]
+        capacity = Capacity(
+            qps=float(np.mean(rates)), lowest_qps=min(rates), highest_qps=max(rates),
+            bare_qps=max(bare.qps, float(np.mean(rates))),
+            saturated_qps=found.estimate.figures.throughput_qps,
+            is_settled=all(one.is_settled for one in highest))
+        rate = self._rate or capacity.qps
+        return self.at(found, rate, capacity)
+
+    def at(self, found: Candidate, rate: float, capacity: Capacity) -> Served:
+        """Figures of a candidate's requests at `rate` requests/s, or at times of their own."""
+        lengths, arrival_s = self._requests(found, rate)
+        result = found.replayer.run(lengths, arrival_s)
+        constraint, problem = self.problem.constraint, self.problem
+        rows = counted(result.times.arrival_s)
+        seconds = {name: every[rows] for name, every in seconds_by_metric(
+            result.times, result.output_tokens).items()}
+        metrics = metric_figures(seconds, constraint)
+        replicas = replica_figures(result, found.cell.problem, lengths.inputs)
+        price = problem.cluster.device.price_per_hour or 0.0
+        return Served(
+            rate=rate, is_at_capacity=self._rate is None, routing=problem.adjustment.routing,
+            capacity=capacity, metrics=metrics, replicas=replicas,
+            binds=binding(metrics, replicas, _p25(seconds["tpot"]),
+                          found.estimate.variables.get("max_active")),
+            attainment=attainment(seconds, constraint), wanted=constraint.attainment,
+            price_per_hour=price * found.estimate.num_devices, search=self.search.account.search)
+
+    def _requests(self, found: Candidate, rate: float) -> tuple[QueryLengths, FloatArray]:
+        """(lengths, arrival in seconds): the job's own requests where it has them, else drawn."""
+        arrivals = self.problem.arrivals
+        assert arrivals is not None
+        own = job_lengths(self.problem, found.estimate)
+        if own is not None and own.outputs is not None and arrivals.times_s is not None and (
+                len(own.inputs) == len(arrivals.times_s)):
+            return own, arrivals.times_s
+        load = Load(self.problem, self.problem.seed)
+        if arrivals.times_s is not None:
+            lengths, _ = load.at(rate, len(arrivals.times_s))
+            return lengths, arrivals.times_s
+        return load.at(rate, min(max(LEAST_REQUESTS, int(LEAST_S * rate)), MOST_SHOWN))
+
+    def _bound_value(self) -> float:
+        """Upper bound on the value of every candidate that was given up by estimate."""
+        search, most = self.search, 0.0
+        for (part, plan, kind), copies in search.left().items():
+            qps = self._bound(part).of_plan(plan, kind, math.inf)
+            most = max(most, search.value_on(copies * qps, copies * part.cluster.num_devices))
+        return most
+
+    def _rejected(self, found: Candidate) -> Iterator[Rejected]:
+        """Yields the best candidate of every other policy."""
+        own = found.cell.policy
+        best: dict[str, Candidate] = {}
+        for one in self.search.tried:
+            name = one.cell.policy
+            if name != own and (name not in best or _rank(one) > _rank(best[name])):
+                best[name] = one
+        for name, one in best.items():
+            yield Rejected(kind="policy", subject=name, words=configuration(one.estimate),
+                           throughput_qps=one.capacity_qps, reason=self._why_not(one))
+        for name in sorted(search_names(self.search) - {own, *best}):
+            yield Rejected(kind="policy", subject=name, reason="given up by its bound or estimate")
+
+    def _why_not(self, one: Candidate) -> str:
+        if one.capacity_qps is not None:
+            return "a lower capacity"
+        if one.used is None:
+            return "no rate keeps its limits"
+        return (f"at {one.tried_qps:.3g} requests/s its {one.used.metric} takes "
+                f"{one.used.share:.2g} times the limit")
+
+    def _over_copies(self, found: Candidate) -> Iterator[CopiesTried]:
+        """Yields the best candidate of each number of replicas that was replayed."""
+        best: dict[int, Candidate] = {}
+        for one in self.search.tried:
+            if one.copies not in best or _rank(one) > _rank(best[one.copies]):
+                best[one.copies] = one
+        for copies, one in sorted({**best, found.copies: found}.items(), reverse=True):
+            yield CopiesTried(
+                replicas=copies, devices_per_replica=one.cell.problem.cluster.num_devices,
+                throughput_qps=one.capacity_qps, latency_s=None, bound_qps=one.saturated_qps,
+                words=configuration(one.estimate))
+
+    def _refusal(self, found: Candidate | None) -> InfeasibleError:
+        limits = " and ".join(f"{bound.metric}_s {format_seconds(bound.limit_s)}"
+                              for _, bound in limits_of(self.problem.constraint))
+        if found is None:
+            at = f"at {self._rate:.3g} requests/s" if self._rate else "at any rate"
+            return InfeasibleError(f"no schedule was found that keeps {limits} {at}")
+        copies = found.copies
+        at_most = (f"at most {found.capacity_qps:.3g} requests/s keep {limits} "
+                   f"({found.cell.policy}, {copies} replica{'s' * (copies != 1)})")
+        each = found.cell.problem.cluster.num_devices
+        for more in range(copies + 1, _MOST_COPIES * copies + 1):
+            if found.capacity_qps and self._rate and more * found.capacity_qps < (
+                    0.95 * copies * self._rate):
+                continue
+            other = found.in_copies(more)
+            if self.search.trials(other).at(self._rate or 0.0).holds:
+                return InfeasibleError(f"{at_most}; {(more - copies) * each} more devices would "
+                                       f"keep them at {self._rate:.3g}")
+        return InfeasibleError(at_most)
+
+
+def search_names(search: ServiceSearch) -> set[str]:
+    """Names of the policies that were searched."""
+    return {cell.policy for cell, _ in search.cells}
+
+
+def _rank(one: Candidate) -> tuple[float, float]:
+    return one.capacity_qps or 0.0, -(one.used.share if one.used else math.inf)
+
+
+def _p25(seconds: FloatArray) -> float:
+    own = seconds[~np.isnan(seconds)]
+    return float(np.quantile(own, 0.25)) if len(own) else 0.0
