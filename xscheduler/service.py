@@ -79,7 +79,7 @@ class Candidate:
         return found.shown(self.cell.problem).in_copies(self.copies)
 
     def in_copies(self, count: int) -> Candidate:
-        """The same configuration on another number of replicas."""
+        """This configuration on another number of replicas."""
         return replace(self, copies=count, estimated_qps=self.estimated_qps * count / self.copies)
 
     @property
