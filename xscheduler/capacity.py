@@ -91,10 +91,8 @@ class Trials:
         while True:
             tried, latency_s = self._judged(bare, count)
             enough = max(int(LEAST_LATENCIES * latency_s * bare) + 1, self._relaxed(rate, first))
-            if tried.is_settled and count >= enough:
-                return tried
-            if count >= self.most_longer * first:
-                return tried._replace(holds=False)
+            if (tried.is_settled and count >= enough) or count >= self.most_longer * first:
+                return tried._replace(holds=tried.holds and tried.is_settled)
             count = min(max(2 * count, enough), self.most_longer * first)
 
     def _relaxed(self, rate: float, first: int) -> int:

@@ -45,7 +45,7 @@ from xsimulator.replay.service_replay import ServiceReplayer
 from xsimulator.replay.step_clock import StepClocks
 
 PROBES = 3  # chosen: candidates of a policy that are replayed before its estimates are corrected
-_NEAR = 1.5  # chosen: neighbours of a candidate that uses up to so much of its limits are looked at
+_NEAR = 1.1  # chosen: neighbours of a candidate that uses up to so much of its limits are looked at
 _FIRST_LONGER = 4  # chosen: replays of a comparison may be so many times as long as the shortest
 
 
@@ -215,6 +215,9 @@ class ServiceSearch:
             trials = self.trials(candidate, most_longer=_FIRST_LONGER)
             if wanted:
                 tried = trials.at(wanted)
+                trials.most_longer = MOST_LONGER
+                if not tried.is_settled and tried.used.share <= 1:
+                    tried = trials.at(wanted)
                 candidate.tried_qps, candidate.used = wanted, tried.used
             if not wanted or tried.holds:
                 found = highest_rate(trials, wanted * (1 + PRECISION) if wanted else None)
