@@ -134,7 +134,8 @@ def highest_rate(trials: Trials, near: float | None = None) -> Found:
         tried = trials.at(rate)
         low, high = ((rate, tried.is_settled), high) if tried.holds else (
             low, (rate, tried.is_settled))
-        if high[0] - low[0] <= PRECISION * high[0] or high[0] < _LOWEST * trials.saturated_qps:
+        is_near = high[0] < math.inf and low[0] >= (1 - PRECISION) * high[0]
+        if is_near or high[0] < _LOWEST * trials.saturated_qps:
             break
         if near is not None and (not low[0] or math.isinf(high[0])):
             rate = rate * (1 + width) if tried.holds else rate / (1 + width)

@@ -44,7 +44,7 @@ from xsimulator.replay.service import Used
 from xsimulator.replay.service_replay import ServiceReplayer
 from xsimulator.replay.step_clock import StepClocks
 
-PROBES = 3  # chosen: candidates of a policy that are replayed before its estimates are corrected
+PROBES = 5  # chosen: candidates of a policy that are replayed before its estimates are corrected
 _NEAR = 1.1  # chosen: neighbours of a candidate that uses up to so much of its limits are looked at
 _FIRST_LONGER = 4  # chosen: replays of a comparison may be so many times as long as the shortest
 
