@@ -10,6 +10,8 @@ requests; each run's tokens are compared with its tokens. The launcher of two ru
 third of the answers are there, and the same command goes on. Limits: LIMITS, which ATTAINMENT of
 the requests are to keep jointly.
 
+Two replicas of WAA have four ranks, and are not among them.
+
 FOLDER keeps what was run, and the profile, which is measured first: the same command goes on after
 the runs that are there. The machine must be otherwise idle. `--only`: the runs whose name holds
 TEXT. `--again`: anew.
@@ -54,11 +56,6 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.policy}-{self.replicas}-{self.load:g}"
-
-    @property
-    def ranks(self) -> int:
-        """Those of the job; two replicas of WAA have four ranks, as each has two pools."""
-        return RANKS * self.replicas if self.policy.startswith("waa") else RANKS
 
 
 CASES = (
@@ -159,8 +156,7 @@ class LoadTests:
     def _job(self, case: Case, count: int, arrivals: dict[str, Any] | None) -> dict[str, Any]:
         """The job of a case: a batch job without `arrivals`."""
         requests, outputs = self._requests(count)
-        under = {} if arrivals is None else {
-            "arrivals": arrivals}
+        under = {} if arrivals is None else {"arrivals": arrivals}
         limits = {} if arrivals is None else {
             "constraint": {**LIMITS, "attainment": ATTAINMENT}}
         return {"model": MODEL, "cluster": "local", "output": "out", **limits,
@@ -168,7 +164,7 @@ class LoadTests:
                              "output_tokens": {"mean": float(np.mean(outputs)), "max": max(outputs),
                                                "std": float(np.std(outputs))}, **under},
                 "schedule": {"policy": case.policy, "replicas": case.replicas},
-                "run": {"ranks": case.ranks, "dtype": "float32", "threads_per_rank": 1}}
+                "run": {"ranks": RANKS, "dtype": "float32", "threads_per_rank": 1}}
 
     def _requests(self, count: int) -> tuple[Path, list[int]]:
         """The file of the first `count` requests, and their output lengths."""

@@ -155,8 +155,8 @@ def of_iterations(data: Path) -> Iterator[str]:
     trace = read_trace(data / ARXIV, 4000)
     yield from ("## Times between tokens", "",
                 f"Vidur's P99 of TBT is over iterations, not over requests. The first "
-                f"{len(trace.inputs):,} arXiv lengths, {ARTICLES['model']} on {ARTICLES['cluster']}, "
-                "Poisson arrivals at 0.85 of the saturated rate.", "",
+                f"{len(trace.inputs):,} arXiv lengths, {ARTICLES['model']} on "
+                f"{ARTICLES['cluster']}, Poisson arrivals at 0.85 of the saturated rate.", "",
                 *table(("policy", "P99 over iterations (s)", "P99 of TPOT over requests (s)",
                         "P50 over iterations", "P50 of TPOT")))
     for policy, sizes in POLICIES.items():
