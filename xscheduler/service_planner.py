@@ -11,7 +11,13 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import CopiesTried, Margin, Proof, Rejected, Schedule, Status
-from xgpt.core.served import Capacity, Served
+from xgpt.core.served import (
+    Capacity,
+    MetricFigures,
+    ReplicaFigures,
+    Served,
+    ServedMetric,
+)
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.capacity import LEAST_REQUESTS, LEAST_S, SEEDS, Load, highest_rate
@@ -86,23 +92,32 @@ class ServicePlanner:
         return self.at(found, rate, capacity)
 
     def at(self, found: Candidate, rate: float, capacity: Capacity) -> Served:
-        """Figures of a candidate's requests at `rate` requests/s, or at times of their own."""
-        lengths, arrival_s = self._requests(found, rate)
-        result = found.replayer.run(lengths, arrival_s)
-        constraint, problem = self.problem.constraint, self.problem
-        rows = counted(result.times.arrival_s)
-        seconds = {name: every[rows] for name, every in seconds_by_metric(
-            result.times, result.output_tokens).items()}
-        metrics = metric_figures(seconds, constraint)
-        replicas = replica_figures(result, found.cell.problem, lengths.inputs)
-        price = problem.cluster.device.price_per_hour or 0.0
+        """Figures of a candidate's requests at `rate` requests/s, or at times of their own: those
+        expected. The part that binds is that of the promise, with step times in doubt."""
+        seconds, metrics, replicas = self._figures(found, rate, 1.0)
+        late = (seconds, metrics, replicas) if found.slower == 1 else self._figures(
+            found, rate, found.slower)
+        problem, price = self.problem, self.problem.cluster.device.price_per_hour or 0.0
         return Served(
             rate=rate, is_at_capacity=self._rate is None, routing=problem.adjustment.routing,
             capacity=capacity, metrics=metrics, replicas=replicas,
-            binds=binding(metrics, replicas, _p25(seconds["tpot"]),
+            binds=binding(late[1], late[2], _p25(late[0]["tpot"]),
                           found.estimate.variables.get("max_active")),
-            attainment=attainment(seconds, constraint), wanted=constraint.attainment,
+            attainment=attainment(seconds, problem.constraint),
+            wanted=problem.constraint.attainment,
             price_per_hour=price * found.estimate.num_devices, search=self.search.account.search)
+
+    def _figures(self, found: Candidate, rate: float, slower: float) -> tuple[
+            dict[ServedMetric, FloatArray], tuple[MetricFigures, ...], tuple[ReplicaFigures, ...]]:
+        """(seconds by metric, their figures, figures of replicas) at `rate` requests/s, with step
+        times `slower` times as long: those of the bare ones at a higher rate, as much longer."""
+        lengths, arrival_s = self._requests(found, rate)
+        result = found.replayer.run(lengths, arrival_s / slower)
+        rows = counted(result.times.arrival_s)
+        seconds = {name: slower * every[rows] for name, every in seconds_by_metric(
+            result.times, result.output_tokens).items()}
+        return (seconds, metric_figures(seconds, self.problem.constraint),
+                replica_figures(result, found.cell.problem, lengths.inputs))
 
     def _requests(self, found: Candidate, rate: float) -> tuple[QueryLengths, FloatArray]:
         """(lengths, arrival in seconds): the job's own requests where it has them, else drawn."""
