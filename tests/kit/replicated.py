@@ -29,11 +29,11 @@ from xrunner.rank.world import replicas_of
 from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, rules_for, withdraw_waiting
-from xsimulator.replay.event_replay import submit
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.pipeline import Pipeline
 from xsimulator.replay.pool import PoolHead
 from xsimulator.replay.queries import Queries
+from xsimulator.replay.routing import submit
 from xsimulator.rough.formulas import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]

@@ -22,12 +22,13 @@ from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
 from xscheduler.cache_sizing import HEADROOM, slots_for
 from xscheduler.live.decisions import Decider, Decision, Evidence, FollowedRun
-from xsimulator.replay.event_replay import Arrivals, Handover
+from xsimulator.replay.event_replay import Handover
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.pipeline import Pipeline
 from xsimulator.replay.pool import HandoverPlan, PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
+from xsimulator.replay.routing import Replica, Routing
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 from xsimulator.stage_times import HandoverCost
 
@@ -239,7 +240,7 @@ def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, wo
             is_observing=False, slots=slots, longest=longest), timing)
         launcher = _Launcher(decider, kernel, queries, rules[0], pools, found, plan_s)
         kernel.at(LOOK_S, ARRIVAL, launcher.look)
-    Arrivals(kernel, queries, pools[:1]).start()
+    Routing(kernel, queries, [Replica(queries, pools[:1])]).start()
     kernel.run()
     found.start_s = np.array(queries.start_s, float)
     found.latency_s = np.array(queries.last_token_s, float) - found.start_s

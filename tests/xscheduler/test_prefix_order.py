@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from problems import TOY, problem_of, roofline_of, schedule_of, toy_problem
+from slow_replicas import SlowReplica
 
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import LEAST_TOKENS, ROUND_ROBIN, SHARING_ORDERS, Adjustment, FixedSchedule
@@ -17,8 +18,7 @@ from xrunner.rules.order import run_order
 from xscheduler.evaluator import evenly_spread, replays_of
 from xscheduler.ordering import in_chosen_order, with_order
 from xsimulator.replay.job import Replayer
-from xsimulator.replay.replicas import ReplicasReplayer
-from xsimulator.replay.routing import replay_routed
+from xsimulator.replay.replicas import ReplicasReplayer, replay_routed
 from xsimulator.rough.formulas import fixed_estimate
 
 COUNT = 500
@@ -132,8 +132,8 @@ def test_two_replicas_encode_hardly_a_prefix_twice(name):
     def times_encoded(results) -> float:
         return sum(pool.tokens.sum() for one in results for pool in one.pools) / ideal(problem)
 
-    for slow_downs in ((1.0, 1.0), (1.0, 3.0)):
-        found = replay_routed([replayer] * 2, queries, LEAST_TOKENS, slow_downs)
+    for other in (replayer, SlowReplica(replayer, roofline_of(problem), 3.0)):
+        found = replay_routed([replayer, other], queries, LEAST_TOKENS)
         assert times_encoded(found.results) < 1.02
         ends_s = [one.makespan_s for one in found.results]
         assert max(ends_s) < 1.1 * min(ends_s)

@@ -1,4 +1,4 @@
-"""Routing of requests that arrive over time to replicas.
+"""Routing of requests to replicas as they arrive.
 
 A router chooses replicas by their loads, and hears what begins and ends. It has no clock: equal
 calls give equal decisions, in the replay and in a run. Among equal replicas the first is chosen. A
@@ -20,7 +20,7 @@ from xgpt.core.controls import (
     ROUND_ROBIN,
 )
 from xgpt.core.lengths import FloatArray
-from xrunner.rules.routing import AWAY, Load, Window, replica_shares
+from xrunner.rules.routing import AWAY, Load, Recall, Router, Window, replica_shares
 
 
 class ArrivalRouter(Protocol):
@@ -41,6 +41,24 @@ class ArrivalRouter(Protocol):
     def next(self, loads: Sequence[Load]) -> tuple[int, int] | None:
         """(request, replica) of a request that waits at the router and goes now, or None. To be
         called until None after requests have begun or ended."""
+        return None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether requests wait until others have begun or ended."""
+        return False
+
+    def turned(self, replica: int, load: Load) -> bool:
+        """Whether `next` and `recalls` are to be asked now that a turn has left the replica with
+        this load."""
+        return False
+
+    def recalls(self, loads: Sequence[Load]) -> Sequence[Recall]:
+        """Requests to recall now from replicas; each returns them by `take_back`."""
+        return ()
+
+    def take_back(self, replica: int, requests: Sequence[int]) -> None:
+        """Takes the requests that a replica returns."""
         return None
 
 
@@ -107,6 +125,50 @@ class Deferred(ArrivalRouter):
         if not self._waiting or not lacking:
             return None
         return self._waiting.popleft(), min(lacking, key=lambda replica: sum(loads[replica]))
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self._waiting)
+
+
+class JobRouting(ArrivalRouter):
+    """The rule of a batch job, by its Router: all requests are there at the start, and replicas are
+    topped up after turns that change their loads."""
+
+    def __init__(self, router: Router) -> None:
+        replicas = len(router.windows)
+        self._router, self._seen, self._begun = router, [Load(-1, -1)] * replicas, [0] * replicas
+        self._due = deque((replica, True) for replica in range(replicas))  # whether it had a turn
+        self._given = deque[tuple[int, int]]()
+
+    def arrived(self, request: int, loads: Sequence[Load]) -> None: ...
+
+    def begun(self, replica: int, request: int) -> None:
+        self._begun[replica] += 1
+
+    def turned(self, replica: int, load: Load) -> bool:
+        has_changed, self._seen[replica] = load != self._seen[replica], load
+        if has_changed:
+            self._due.append((replica, True))
+        return has_changed
+
+    def next(self, loads: Sequence[Load]) -> tuple[int, int] | None:
+        while self._due and not self._given:
+            replica, had_turn = self._due.popleft()
+            if had_turn and self._begun[replica]:
+                self._router.note_begun(replica, self._begun[replica])
+                self._begun[replica] = 0
+            if had_turn or self._router.num_left(replica):
+                self._given.extend((request, replica) for request in self._router.top_up(
+                    replica, loads[replica]))
+        return self._given.popleft() if self._given else None
+
+    def recalls(self, loads: Sequence[Load]) -> Sequence[Recall]:
+        return self._router.recalls(loads)
+
+    def take_back(self, replica: int, requests: Sequence[int]) -> None:
+        self._router.take_back(replica, requests)
+        self._due.extend((other, False) for other in range(len(self._seen)))
 
 
 def router_of(routing: str, *, tokens: Sequence[float] | FloatArray, windows: Sequence[Window],

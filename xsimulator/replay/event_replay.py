@@ -1,5 +1,5 @@
-"""One replay of a job by events: its requests, any number of pools, `Arrivals` from outside, and a
-`Handover` between two pools.
+"""One replay by events: its requests, the pools of any number of replicas, and handovers between
+pools of one.
 
 All of them are processes on one kernel (xsimulator.replay.kernel). The KV budget is kept by the
 pools' rules. The native replay (xsimulator.replay.native_replay) gives the same result sooner, for
@@ -9,55 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import QueryTimes
-from xrunner.rules.steps import BatchingRule, Step
+from xrunner.rules.arrival_routing import ArrivalRouter
+from xrunner.rules.steps import Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.native_replay import never_fits, replay_natively
+from xsimulator.replay.native_replay import replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
-from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
-
-
-class Arrivals:
-    """Process that submits arriving requests to the pools that encode, in turn."""
-
-    def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[PoolProcess],
-                 links: Sequence[Handover] = ()) -> None:
-        self._kernel, self._queries, self._pools, self._links = kernel, queries, pools, links
-        # the next arrival is the last of the list
-        self._coming: list[int] = np.argsort(queries.arrival_s, kind="stable")[::-1].tolist()
-        self._next = 0  # pool
-
-    def start(self) -> None:
-        """Schedules the next arrival."""
-        if self._coming:
-            first_s = float(self._queries.arrival_s[self._coming[-1]])
-            self._kernel.at(first_s, ARRIVAL, self._come)
-
-    def _come(self, now: float) -> None:
-        coming, arrival_s = self._coming, self._queries.arrival_s
-        while coming and arrival_s[coming[-1]] <= now:
-            query, pool = coming.pop(), self._pools[self._next]
-            submit(self._queries, query, pool.rule)
-            self._next = (self._next + 1) % len(self._pools)
-        for link in self._links:
-            link.pass_on(now)
-        for pool in self._pools:
-            pool.wake(now)
-        self.start()
-
-
-def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
-    """Submits a request to a pool's rule. Raises XgptError if it can never fit."""
-    known = {} if queries.forecasts is None else {"forecast": queries.forecasts[query]}
-    if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query], **known):
-        raise never_fits(queries.job, query)
+from xsimulator.replay.records import HandoverRecords, ReplayResult
+from xsimulator.replay.routing import Replica, Routing
 
 
 class Handover:
@@ -149,31 +117,61 @@ class Handover:
             self.pass_on(now)
 
 
+class ReplicaPlan(NamedTuple):
+    """The parts of a replica."""
+
+    pools: Sequence[PoolPlan]
+    handovers: Sequence[HandoverPlan] = ()
+
+
+class RoutedReplay(NamedTuple):
+    """A replay on several replicas. results: of each replica for its own requests. rows:
+    [replicas] indices of these requests, in the order in which they were begun. num_taken_back:
+    requests that were recalled from replicas."""
+
+    results: list[ReplayResult]
+    rows: list[IntArray]
+    num_taken_back: int
+
+
 def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
-    """The result of a replay until every request is done. Requests arrive at the pools that encode.
-    Raises XgptError for a request that can never fit."""
+    """The result of a replay on one replica until every request is done. Requests arrive at the
+    pools that encode, in turn. Raises XgptError for a request that can never fit."""
     found = replay_natively(queries.job, pools, handovers)
     if found is not None:
         return found.result()
+    return run_routed(queries, [ReplicaPlan(pools, handovers)]).results[0]
+
+
+def run_routed(queries: Queries, plans: Sequence[ReplicaPlan],
+               router: ArrivalRouter | None = None) -> RoutedReplay:
+    """A replay on several replicas until every request is done. router: None for a single replica.
+    Raises XgptError for a request that can never fit."""
     kernel = Kernel()
-    by_name = {plan.name: PoolProcess(plan, kernel, queries) for plan in pools}
-    assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"
-    links = [Handover(plan, kernel, queries, by_name) for plan in handovers]
-    Arrivals(kernel, queries, [p for p in by_name.values() if p.plan.role != "decode"],
-             links).start()
+    replicas, links = list[Replica](), list[list[Handover]]()
+    for plan in plans:
+        by_name = {pool.name: PoolProcess(pool, kernel, queries) for pool in plan.pools}
+        assert len(by_name) == len(plan.pools), f"{[pool.name for pool in plan.pools]}"
+        links.append([Handover(one, kernel, queries, by_name) for one in plan.handovers])
+        replicas.append(Replica(queries, [*by_name.values()], [one.pass_on for one in links[-1]]))
+    routing = Routing(kernel, queries, replicas, router)
+    routing.start()
     kernel.run()
-    return _result(queries, [pool.records() for pool in by_name.values()],
-                   [link.records() for link in links])
-
-
-def _result(queries: Queries, pools: Sequence[PoolRecords],
-            links: Sequence[HandoverRecords]) -> ReplayResult:
     count = len(queries.inputs)
     assert queries.num_done == count, f"{count - queries.num_done} requests have nothing to do"
-    starts_s, firsts_s, lasts_s = (np.array(own, float) for own in (
-        queries.start_s, queries.first_token_s, queries.last_token_s))
-    return ReplayResult(
-        pools=tuple(pools), handovers=tuple(links), preemptions=queries.preemptions,
-        times=QueryTimes(arrival_s=queries.arrival_s, start_s=starts_s, first_token_s=firsts_s,
-                         last_token_s=lasts_s), output_tokens=queries.output_tokens)
+    times = {name: np.array(getattr(queries, name), float)
+             for name in ("arrival_s", "start_s", "first_token_s", "last_token_s")}
+    rows, numbers = [np.arange(count)], None
+    if len(replicas) > 1:
+        numbers = rows[0]  # steps give the job's own
+        owners, order = np.array(routing.owners), np.argsort(times["start_s"], kind="stable")
+        rows = [order[owners[order] == number] for number in range(len(replicas))]
+    return RoutedReplay([ReplayResult(
+        pools=tuple(replace(pool.records(), requests=numbers) for pool in replica.pools),
+        handovers=tuple(link.records() for link in own_links),
+        times=QueryTimes(**{name: column[own] for name, column in times.items()}),
+        output_tokens=queries.output_tokens[own],
+        preemptions=sum(queries.evictions[request] for request in own.tolist()))
+        for replica, own_links, own in zip(replicas, links, rows, strict=True)],
+        rows, routing.num_taken_back)

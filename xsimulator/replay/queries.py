@@ -65,16 +65,21 @@ class Queries:
         self.start_s: list[float | None] = [None] * count
         self.first_token_s: list[float | None] = [None] * count
         self.last_token_s: list[float | None] = [None] * count
-        self.num_begun = self.num_done = self.preemptions = 0
+        self.evictions = [0] * count
+        self.num_done = 0
         # callbacks for the end of requests that were handed over
         self.when_done: dict[int, Callable[[int, float], None]] = {}
+        # called with each request that begins, with requests that end, and when
+        self.on_begin: Callable[[int, float], None] | None = None
+        self.on_end: Callable[[Sequence[int], float], None] | None = None
 
     def begin(self, queries: Iterable[int], now: float) -> None:
         """Records the start of their encoding, unless they started before an eviction."""
         for query in queries:
             if self.start_s[query] is None:
                 self.start_s[query] = now
-                self.num_begun += 1
+                if self.on_begin is not None:
+                    self.on_begin(query, now)
 
     def give_first_tokens(self, queries: Iterable[int], now: float) -> None:
         """Records their first tokens, unless they had theirs before an eviction."""
@@ -92,12 +97,14 @@ class Queries:
                 callback = self.when_done.pop(query, None)
                 if callback is not None:
                     callback(query, now)
+        if self.on_end is not None:
+            self.on_end(queries, now)
 
     def evict(self, query: int, left: int) -> None:
         """Records that a request with `left` iterations to go lost its KV cache."""
         self.generated[query] += self.gives_token + self.left[query] - left
         self.left[query] = left
-        self.preemptions += 1
+        self.evictions[query] += 1
 
     def enter(self, queries: Iterable[int]) -> list[tuple[int, int, int]]:
         """[(request, context tokens, iterations to go)] of requests that are encoded in full."""

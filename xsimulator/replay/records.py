@@ -15,8 +15,8 @@ from xrunner.rules.steps import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolRecords:
-    """One pool's steps. stages: indices in the Estimate's `stages`. requests: those of its replica,
-    as indices in the job; None if it is the only one. Steps number them by their place in this."""
+    """One pool's steps. stages: indices in the Estimate's `stages`. requests: index in the job of
+    each number that a step gives to a request; None if they are the same."""
 
     name: str
     role: Role

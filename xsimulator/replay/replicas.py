@@ -7,17 +7,20 @@ from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from xgpt.core.controls import FIXED
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
+from xrunner.rules.arrival_routing import ArrivalRouter, JobRouting
 from xrunner.rules.forecast import with_forecasts
-from xrunner.rules.routing import expected_tokens, replica_shares, units_of
+from xrunner.rules.routing import Router, expected_tokens, replica_shares, units_of, window_of
+from xsimulator.replay.event_replay import ReplicaPlan, RoutedReplay, run_routed
 from xsimulator.replay.job import Replayer, replay_job
+from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.routing import RoutedReplay, replay_routed
 from xsimulator.replay.step_clock import StepClocks
 
 UNEVEN = 0.02  # chosen: replicas whose ends differ by at most this share end together
@@ -54,15 +57,13 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate, qu
 
 
 class ShapesReplayer:
-    """Replays a job on replicas of several shapes together (xsimulator.replay.routing). Shared
-    cores are not modelled here."""
+    """Replays a job on replicas of several shapes together (replay_routed). Shared cores are not
+    modelled here."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
                  clocks: StepClocks | None = None) -> None:
         self.problem = problem
-        known = clocks or StepClocks(problem, timing)
-        self._copies = [one for shape in estimate.shapes for one in [
-            Replayer(problem, timing, shape.one_copy, known)] * shape.deployment.replicas]
+        self._copies = replayers_of(problem, timing, estimate, clocks)
 
     def run(self, queries: QueryLengths) -> ReplayResult:
         """One result of all replicas. Pools and stages are numbered over all replicas."""
@@ -81,7 +82,7 @@ class ReplicasReplayer:
     The requests are divided as the runner divides them. In a run an idle replica takes requests
     from the others. Here, if the first replay shows that replicas end apart, the last requests of
     late replicas move to early ones by the throughput of each, and all is replayed again. Measured
-    against the replay request by request (xsimulator.replay.routing), the end is within 1 % from a
+    against the replay request by request (replay_routed), the end is within 1 % from a
     few hundred requests per replica on."""
 
     def __init__(self, replayer: Replayer, copies: int) -> None:
@@ -89,10 +90,7 @@ class ReplicasReplayer:
 
     def run(self, queries: QueryLengths) -> ReplayResult:
         """One result of all replicas. Pools and stages are numbered over all replicas."""
-        assert queries.outputs is not None
-        tokens = expected_tokens(
-            queries.inputs, queries.most_outputs, self.problem.lengths.outputs.mean,
-            queries.outputs == queries.most_outputs)
+        tokens = tokens_of(self.problem, queries)
         routing = self.problem.adjustment.routing
         shared = queries.prefixes if self._replayer.estimate.shares_prefixes else None
         units = units_of(tokens, shared, self._copies, routing)
@@ -126,7 +124,45 @@ def rebalanced(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[
     return kept
 
 
-def merge_results(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]) -> ReplayResult:
+def replayers_of(problem: Problem, timing: TimingSource, estimate: Estimate,
+                 clocks: StepClocks | None = None) -> list[Replayer]:
+    """The replayer of each replica, in the order of their ranks; one for all of a shape."""
+    known = clocks or StepClocks(problem, timing)
+    return [one for shape in estimate.shapes for one in [
+        Replayer(problem, timing, shape.one_copy, known)] * shape.deployment.replicas]
+
+
+def replay_together(replayers: Sequence[Replayer], lengths: QueryLengths, router: ArrivalRouter,
+                    arrival_s: ArrayLike = 0.0) -> RoutedReplay:
+    """The replay of requests on replicas, each by its own replayer, until every one is done.
+    arrival_s: one for each request, or one for all; infinite: when an answer ends."""
+    first = replayers[0]
+    return run_routed(
+        Queries(lengths, encode_gives_token=not first.problem.model.is_encoder_decoder,
+                arrival_s=arrival_s, forecasting=first.forecasting),
+        [ReplicaPlan(*one.plans(one.rules(lengths), one.clocks(lengths))) for one in replayers],
+        router)
+
+
+def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths,
+                  routing: str) -> RoutedReplay:
+    """The replay of a batch job on replicas, by its routing."""
+    estimates = [one.estimate for one in replayers]
+    return replay_together(replayers, lengths, JobRouting(Router(
+        tokens_of(replayers[0].problem, lengths), windows=[window_of(one) for one in estimates],
+        routing=routing, speeds=[one.figures.throughput_qps for one in estimates],
+        prefixes=lengths.prefixes if all(one.shares_prefixes for one in estimates) else None)))
+
+
+def tokens_of(problem: Problem, lengths: QueryLengths) -> FloatArray:
+    """[requests] expected tokens of each, by which they are routed."""
+    assert lengths.outputs is not None
+    return expected_tokens(lengths.inputs, lengths.most_outputs, problem.lengths.outputs.mean,
+                           lengths.outputs == lengths.most_outputs)
+
+
+def merge_results(results: Sequence[ReplayResult],
+                  rows: Sequence[Sequence[int] | IntArray]) -> ReplayResult:
     """The results of replicas as one result of the job. rows: [replicas] indices of their requests
     in the job, in the order of each replica."""
     order = np.argsort(np.concatenate([np.asarray(own, np.int64) for own in rows]), kind="stable")
@@ -138,7 +174,8 @@ def merge_results(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]
     firsts = [0, *accumulate(sum(len(pool.stages) for pool in one.pools) for one in results)]
     return ReplayResult(
         pools=tuple(replace(pool, name=_name(pool.name, copy), stages=tuple(
-            firsts[copy] + stage for stage in pool.stages), requests=np.asarray(rows[copy]))
+            firsts[copy] + stage for stage in pool.stages),
+            requests=np.asarray(rows[copy]) if pool.requests is None else pool.requests)
             for copy, result in enumerate(results) for pool in result.pools),
         handovers=tuple(replace(one, source=_name(one.source, copy), target=_name(one.target, copy))
                         for copy, result in enumerate(results) for one in result.handovers),

@@ -1,163 +1,153 @@
-"""Replay of a job on several replicas together. The runner's routing rule (xrunner.rules.routing)
-assigns requests and takes them back while the replicas work. Messages take no time here."""
+"""The way of requests to replicas on one kernel: when each arrives, and to which replica a routing
+rule (xrunner.rules.arrival_routing) gives it. Messages take no time here."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
-from xgpt.core.problem import QueryLengths, QueryTimes
-from xrunner.rules.routing import Load, Router, expected_tokens, window_of
-from xrunner.rules.steps import withdraw_waiting
-from xsimulator.replay.event_replay import Handover, submit
-from xsimulator.replay.job import Replayer
+from xrunner.rules.arrival_routing import ArrivalRouter, RoundRobin
+from xrunner.rules.routing import Load
+from xrunner.rules.steps import BatchingRule, withdraw_waiting
 from xsimulator.replay.kernel import ARRIVAL, ROUTING, Kernel
+from xsimulator.replay.native_replay import never_fits
 from xsimulator.replay.pool import PoolProcess
 from xsimulator.replay.queries import Queries
-from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.step_clock import ScaledClock
 
 
-class RoutedReplica:
-    """One replica: its pools and the requests that are assigned to it."""
+def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
+    """Submits a request to a pool's rule. Raises XgptError if it can never fit."""
+    known = {} if queries.forecasts is None else {"forecast": queries.forecasts[query]}
+    if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query], **known):
+        raise never_fits(queries.job, query)
 
-    def __init__(self, replayer: Replayer, lengths: QueryLengths, kernel: Kernel,
-                 slow_down: float = 1.0) -> None:
-        """slow_down: factor on its step times."""
-        self.queries = Queries(lengths, encode_gives_token=not (
-            replayer.problem.model.is_encoder_decoder), forecasting=replayer.forecasting)
-        clocks = [ScaledClock(clock, [slow_down] * len(pool.stages)) if slow_down != 1 else clock
-                  for pool, clock in zip(replayer.estimate.deployment.pools,
-                                         replayer.clocks(lengths), strict=True)]
-        plans, handovers = replayer.plans(replayer.rules(lengths), clocks)
-        self.pools = {plan.name: PoolProcess(plan, kernel, self.queries) for plan in plans}
-        self.links = [Handover(plan, kernel, self.queries, self.pools) for plan in handovers]
-        self._encoding = next(p for p in self.pools.values() if p.plan.role != "decode")
-        self.assigned: set[int] = set()
 
-    @property
-    def load(self) -> Load:
-        begun = self.queries.num_begun
-        return Load(len(self.assigned) - begun, begun - self.queries.num_done)
+class Replica:
+    """The pools of one replica. Requests go to those that encode, in turn."""
 
-    def in_order(self) -> list[int]:
-        """Its requests in the order in which it began them."""
-        return sorted(self.assigned, key=lambda one: (self.queries.start_s[one] or 0.0, one))
+    def __init__(self, queries: Queries, pools: Sequence[PoolProcess],
+                 when_fed: Sequence[Callable[[float], None]] = ()) -> None:
+        """when_fed: called after requests were submitted."""
+        self.pools, self._queries, self._when_fed = pools, queries, when_fed
+        self._encoding = [pool for pool in pools if pool.plan.role != "decode"]
+        self._next = 0
 
-    def assign(self, requests: Sequence[int], now: float) -> None:
-        self.assigned.update(requests)
-        for request in requests:
-            submit(self.queries, request, self._encoding.rule)
-        for link in self.links:
-            link.pass_on(now)
-        self._encoding.wake(now)
+    def submit(self, request: int) -> None:
+        """Submits a request; raises XgptError if it can never fit."""
+        submit(self._queries, request, self._encoding[self._next].rule)
+        self._next = (self._next + 1) % len(self._encoding)
+
+    def wake(self, now: float) -> None:
+        """Lets its pools take up what was submitted."""
+        for act in (*self._when_fed, *(pool.wake for pool in self._encoding)):
+            act(now)
 
     def take_back(self, count: int) -> list[int]:
         """Takes back and returns the last `count` requests that it has not begun, or fewer."""
-        requests = withdraw_waiting(self._encoding.rule, min(count, self.load.waiting))
-        self.assigned.difference_update(requests)
-        return requests
+        taken: list[int] = []
+        for pool in self._encoding:
+            taken += withdraw_waiting(pool.rule, count - len(taken))
+        return taken
 
 
-class _Dispatcher:
-    """Assigns requests to the replicas, as rank 0 does (xrunner.engine.replicas)."""
+class Routing:
+    """Process that gives requests to replicas as they arrive, those of one moment in the order of
+    their numbers. A request with an infinite arrival is one of a closed loop: it arrives when an
+    answer ends, before the head that has collected the last token decides its next step. Requests
+    that wait at the router go when all turns of that moment are over."""
 
-    def __init__(self, router: Router, copies: Sequence[RoutedReplica], kernel: Kernel) -> None:
-        self._router, self._copies, self._kernel = router, copies, kernel
-        self._begun, self._loads = [0] * len(copies), [Load(-1, -1)] * len(copies)
-        self._changed: list[int] = []  # replicas that have begun requests, or ended some
-        self.num_taken_back = 0
+    def __init__(self, kernel: Kernel, queries: Queries, replicas: Sequence[Replica],
+                 router: ArrivalRouter | None = None) -> None:
+        """router: None for a single replica."""
+        self._kernel, self._queries, self._replicas = kernel, queries, replicas
+        self._router = router or RoundRobin()
+        # the next arrival is the last of the list
+        self._coming: list[int] = np.argsort(queries.arrival_s, kind="stable")[::-1].tolist()
+        self.owners = [-1] * len(self._coming)
+        self._loads = [Load(0, 0)] * len(replicas)
+        self._fed: dict[int, None] = {}  # replicas to wake, in order
+        self._is_due, self.num_taken_back = False, 0
+        if router is not None or np.isinf(queries.arrival_s).any():
+            queries.arrival_s = queries.arrival_s.copy()
+            queries.on_begin, queries.on_end = self._begun, self._ended
+            for number, replica in enumerate(replicas):
+                for pool in replica.pools:
+                    pool.after_turn = partial(self._turned, number)
 
-    def start(self, now: float) -> None:
-        for copy in range(len(self._copies)):
-            self._top_up(copy, now)
+    def start(self) -> None:
+        """Schedules the next arrival."""
+        if self._coming and (next_s := float(self._queries.arrival_s[self._coming[-1]])) < math.inf:
+            self._kernel.at(next_s, ARRIVAL, self._come)
 
-    def on_turn(self, copy: int, now: float) -> None:
-        """Called after a replica's turn, which may have begun or ended requests."""
-        load = self._copies[copy].load
-        if load != self._loads[copy]:
-            self._loads[copy] = load
-            if not self._changed:
-                self._kernel.at(now, ROUTING, self._route)
-            self._changed.append(copy)
+    def _come(self, now: float) -> None:
+        coming, arrival_s = self._coming, self._queries.arrival_s
+        while coming and arrival_s[coming[-1]] <= now:
+            self._arrive(coming.pop())
+        self._give_waiting(now)
+        self.start()
+
+    def _arrive(self, request: int) -> None:
+        replica = self._router.arrived(request, self._loads)
+        if replica is not None:
+            self._give(request, replica)
+
+    def _give(self, request: int, replica: int) -> None:
+        self.owners[request], self._fed[replica] = replica, None
+        self._change(replica, 1, 0)
+        self._replicas[replica].submit(request)
+
+    def _give_waiting(self, now: float) -> None:
+        """Gives out requests that wait at the router."""
+        while (found := self._router.next(self._loads)) is not None:
+            self._give(*found)
+        self._wake(now)
+
+    def _wake(self, now: float) -> None:
+        """Wakes the replicas that got requests."""
+        for replica in self._fed:
+            self._replicas[replica].wake(now)
+        self._fed.clear()
+
+    def _change(self, replica: int, waiting: int, active: int) -> None:
+        load = self._loads[replica]
+        self._loads[replica] = Load(load.waiting + waiting, load.active + active)
+
+    def _begun(self, request: int, now: float) -> None:
+        replica = self.owners[request]
+        self._change(replica, -1, 1)
+        self._router.begun(replica, request)
+        self._ask(self._router.keeps, now)
+
+    def _ended(self, requests: Sequence[int], now: float) -> None:
+        for request in requests:
+            replica = self.owners[request]
+            self._change(replica, 0, -1)
+            self._router.done(replica, request)
+        arrival_s = self._queries.arrival_s
+        for _ in requests:
+            if self._coming and arrival_s[self._coming[-1]] == math.inf:
+                arrival_s[self._coming[-1]] = now
+                self._arrive(self._coming.pop())
+        self._wake(now)
+        self._ask(self._router.keeps, now)
+
+    def _turned(self, replica: int, now: float) -> None:
+        self._ask(self._router.turned(replica, self._loads[replica]), now)
+
+    def _ask(self, is_due: bool, now: float) -> None:
+        """Lets the router decide when all turns of this moment are over."""
+        if is_due and not self._is_due:
+            self._is_due = True
+            self._kernel.at(now, ROUTING, self._route)
 
     def _route(self, now: float) -> None:
-        changed, self._changed = self._changed, []
-        for copy in changed:
-            self._update(copy, now)
-        for giver, takers in self._router.recalls([one.load for one in self._copies]):
-            requests = self._copies[giver].take_back(len(takers))
+        self._is_due = False
+        self._give_waiting(now)
+        for giver, takers in self._router.recalls(self._loads):
+            requests = self._replicas[giver].take_back(
+                min(len(takers), self._loads[giver].waiting))
+            self._change(giver, -len(requests), 0)
             self.num_taken_back += len(requests)
             self._router.take_back(giver, requests)
-            for other in range(len(self._copies)):
-                if self._router.num_left(other):
-                    self._top_up(other, now)
-
-    def _update(self, copy: int, now: float) -> None:
-        own = self._copies[copy]
-        if own.queries.num_begun > self._begun[copy]:
-            self._router.note_begun(copy, own.queries.num_begun - self._begun[copy])
-            self._begun[copy] = own.queries.num_begun
-        self._top_up(copy, now)
-
-    def _top_up(self, copy: int, now: float) -> None:
-        own = self._copies[copy]
-        if requests := self._router.top_up(copy, own.load):
-            own.assign(requests, now)
-
-
-def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing: str,
-                  slow_downs: Sequence[float] = ()) -> RoutedReplay:
-    """The replay of a job on replicas, each by its own replayer's estimate, until every request is
-    done. slow_downs: factor on the step times of each replica (default 1)."""
-    assert lengths.outputs is not None
-    kernel = Kernel()
-    copies = [RoutedReplica(replayer, lengths, kernel, slow) for replayer, slow in zip(
-        replayers, slow_downs or [1.0] * len(replayers), strict=True)]
-    tokens = expected_tokens(lengths.inputs, lengths.most_outputs,
-                             replayers[0].problem.lengths.outputs.mean,
-                             lengths.outputs == lengths.most_outputs)
-    supply = _Dispatcher(Router(
-        tokens, windows=[window_of(one.estimate) for one in replayers], routing=routing,
-        speeds=[one.estimate.figures.throughput_qps for one in replayers],
-        prefixes=lengths.prefixes if all(
-            one.estimate.shares_prefixes for one in replayers) else None), copies, kernel)
-    for number, copy in enumerate(copies):
-        for pool in copy.pools.values():
-            pool.after_turn = partial(supply.on_turn, number)
-    kernel.at(0.0, ARRIVAL, supply.start)
-    kernel.run()
-    return RoutedReplay(copies, supply.num_taken_back)
-
-
-class RoutedReplay:
-    """The replay of one job on several replicas. rows: [replicas] indices of their requests."""
-
-    def __init__(self, copies: Sequence[RoutedReplica], num_taken_back: int) -> None:
-        self._copies, self.num_taken_back = copies, num_taken_back
-        self.rows = [copy.in_order() for copy in copies]
-
-    @property
-    def results(self) -> list[ReplayResult]:
-        """The result of each replica for its own requests, in its order."""
-        return [_result(copy, np.array(own, np.int64))
-                for copy, own in zip(self._copies, self.rows, strict=True)]
-
-
-def _result(copy: RoutedReplica, own: np.ndarray) -> ReplayResult:
-    queries = copy.queries
-    assert queries.num_done == len(own), f"{len(own) - queries.num_done} requests are not done"
-
-    def column(values: Sequence[float | None]) -> FloatArray:
-        return np.array([values[request] for request in own], float)
-
-    return ReplayResult(
-        pools=tuple(pool.records() for pool in copy.pools.values()),
-        handovers=tuple(link.records() for link in copy.links), preemptions=queries.preemptions,
-        times=QueryTimes(arrival_s=np.zeros(len(own)), start_s=column(queries.start_s),
-                         first_token_s=column(queries.first_token_s),
-                         last_token_s=column(queries.last_token_s)),
-        output_tokens=queries.output_tokens[own])
+            self._give_waiting(now)

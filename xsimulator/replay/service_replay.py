@@ -1,31 +1,46 @@
 """Replay of requests that arrive over time, on all replicas of an Estimate."""
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import Replayer
+from xrunner.rules.arrival_routing import ArrivalRouter, router_of
+from xrunner.rules.forecast import with_forecasts
+from xrunner.rules.routing import window_of
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.replicas import merge_results
+from xsimulator.replay.replicas import merge_results, replay_together, replayers_of, tokens_of
 from xsimulator.replay.step_clock import StepClocks
 
 
 class ServiceReplayer:
-    """Replays arriving requests by one Estimate. The job's routing rule gives each to a replica."""
+    """Replays arriving requests by one Estimate. The job's routing rule gives each to a replica.
+    Shared cores are modelled only for a single replica without `concurrency`."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
                  clocks: StepClocks | None = None) -> None:
         """clocks: tables of step times shared with other replays."""
         self.problem, self.estimate = problem, estimate
-        self._replayer = Replayer(problem, timing, estimate.one_copy, clocks)
+        self._replicas = replayers_of(problem, timing, estimate, clocks)
 
     def run(self, lengths: QueryLengths, arrival_s: ArrayLike, *, concurrency: int | None = None,
             has_steps: bool = True) -> ReplayResult:
         """The result of requests with known outputs that arrive at `arrival_s`, [requests]. With
-        `concurrency` requests come from so many clients instead, who each send the next one when an
-        answer has come. has_steps: False for a result without pools, which is quicker. Raises
-        XgptError for a request that never fits."""
-        assert concurrency is None and self.estimate.deployment.replicas == 1
-        found = self._replayer.run(lengths, arrival_s=arrival_s)
-        return merge_results([found], [range(len(lengths.inputs))])
+        `concurrency` so many arrive then; each later one when an answer ends. has_steps: False for
+        a result without pools, which is quicker. Raises XgptError for a request that never fits."""
+        count = len(lengths.inputs)
+        if len(self._replicas) == 1 and concurrency is None:
+            return merge_results([self._replicas[0].run(lengths, arrival_s=arrival_s)],
+                                 [range(count)])
+        lengths = with_forecasts(lengths, self.problem, self._replicas[0].forecasting)
+        if concurrency is not None:
+            arrival_s = np.where(np.arange(count) < concurrency, arrival_s, np.inf)
+        found = replay_together(self._replicas, lengths, self.router(lengths), arrival_s=arrival_s)
+        return merge_results(found.results, found.rows)
+
+    def router(self, lengths: QueryLengths) -> ArrivalRouter:
+        """A new router of these requests, by the job's routing."""
+        return router_of(self.problem.adjustment.routing, tokens=tokens_of(self.problem, lengths),
+                         windows=[window_of(one.estimate) for one in self._replicas],
+                         seed=self.problem.seed)

@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from problems import roofline_of, toy_problem
+from slow_replicas import SlowReplica
 
 from xgpt.core.controls import FIXED, LEAST_TOKENS, FixedSchedule
 from xgpt.core.problem import QueryLengths
+from xsimulator.replay.event_replay import RoutedReplay
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.routing import RoutedReplay, replay_routed
+from xsimulator.replay.replicas import replay_routed
 from xsimulator.rough.formulas import fixed_estimate
 
 CASES = [("rra", FixedSchedule(encode_batch=12, decode_iterations=12)),
@@ -57,8 +59,9 @@ def test_a_replica_takes_the_steps_that_it_takes_alone(policy, config):
 def test_a_slow_replica_loses_requests_that_it_has_not_begun(policy, config):
     replayer, queries = made(policy, config)
     slow_downs = (1.0, 3.0)
-    replay = replay_routed([replayer] * 2, queries, LEAST_TOKENS, slow_downs)
-    kept = replay_routed([replayer] * 2, queries, FIXED, slow_downs)
+    copies = [replayer, SlowReplica(replayer, roofline_of(replayer.problem), 3.0)]
+    replay = replay_routed(copies, queries, LEAST_TOKENS)
+    kept = replay_routed(copies, queries, FIXED)
     assert sorted(place for own in replay.rows for place in own) == list(range(300))
     assert replay.num_taken_back > 0
     # the best of all ways to divide the job beforehand, each replica's part spread evenly over it
