@@ -186,7 +186,7 @@ METRICS = of_keys({
     "bound_kept": or_none({"type": "boolean", "description": "whether every bound was that can be "
                                                              "judged"}),
     "bounds": array(of_keys({
-        "metric": {"enum": list(get_args(Metric))}, "limit_s": number("of the bound"),
+        "metric": {"enum": [*get_args(Metric), "attainment"]}, "limit_s": number("of the bound"),
         "kind": {"enum": list(get_args(BoundKind))}, "quantile": number("of the queries"),
         "is_kept": or_none({"type": "boolean"}), "over": whole("queries over it"),
         "of": whole("queries that count"), "share_over": number("of these"),
@@ -194,9 +194,11 @@ METRICS = of_keys({
     "forecast": or_none(of_fields(ForecastFigures, sentence=text("the same in words"))),
     "attribution": or_none(of_fields(Attribution, sentence=text("the same in words"))),
     "replicas": array(METRICS_REPLICA), "offload": OFFLOAD, "attainment": PAIR,
+    "served": {"type": "object", "additionalProperties": PAIR,
+               "description": "figures of requests that arrive over time"},
     **DEADLINES},
     words="metrics.json: what a run measured, beside what was predicted.",
-    without=("replicas", "offload", "attainment", *DEADLINES))
+    without=("replicas", "offload", "attainment", "served", *DEADLINES))
 BOX = {"type": "array", "prefixItems": [{"enum": list(KINDS)}, NUMBER, NUMBER,
                                         {"type": "integer"}], "minItems": 4, "maxItems": 4,
        "description": "kind, start and end in seconds since the job began, micro-batch"}

@@ -23,6 +23,10 @@ MEASURES = {  # key of metrics.json -> (label, unit)
     "latency_p50_s": ("Latency P50", "s"), "latency_p99_s": ("Latency P99", "s"),
     "ttft_p50_s": ("TTFT P50", "s"), "ttft_p99_s": ("TTFT P99", "s"),
     "tpot_p50_s": ("TPOT P50", "s"), "tpot_p99_s": ("TPOT P99", "s"),
+    "served.attainment": ("Attainment", "%"),
+    **{f"served.{key}_{share.lower()}_s": (f"{label} {share}", "s") for key, label in (
+        ("queueing", "Queueing"), ("ttft", "TTFT"), ("tpot", "TPOT"), ("latency", "Latency"))
+       for share in ("P50", "P90", "P99")},
     "wall_s": ("Time of the run", "s"), "load_s": ("Time to load", "s"),
     "overhead_share": ("Overhead", "%"),
     "prefixes.encoded_tokens": ("Input tokens encoded", "tokens"),
@@ -89,11 +93,13 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
             continue
         if key == "load_s" and not measured:  # the ranks still held the weights
             continue
-        ratio = None
-        # no ratio of shares: 1 % against 2 % would be 2, and does not matter
-        if predicted and measured is not None and math.isfinite(predicted) and (
-                unit not in ("%", "tokens")):
-            ratio = measured / predicted
+        if "served" in metrics and f"served.{key}" in MEASURES:
+            continue
+        # no ratio of shares: 1 % against 2 % would be 2, and does not matter; a service has its
+        # arrivals' rates
+        has_ratio = unit == "s" if "served" in metrics else unit not in ("%", "tokens")
+        ratio = measured / predicted if has_ratio and predicted and measured is not None and (
+            math.isfinite(predicted)) else None
         rows.append(Comparison(label=label, predicted=quantity(predicted, unit),
                                measured=quantity(measured, unit), ratio=ratio,
                                is_rate=unit.endswith("/s")))
@@ -201,6 +207,11 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{share * 100:.{digits}f} %"
 
 
+def floor_percent(share: float) -> str:
+    """A share in per cent, rounded down: 98.99 % must not read as the 99 % that were asked for."""
+    return f"{math.floor(round(share * 1000, 6)) / 10:g} %"
+
+
 def plain(value: float) -> str:
     """A number with three significant digits, whole from a hundred on: 12345.6 -> '12,346'."""
     if math.isinf(value):
@@ -210,7 +221,8 @@ def plain(value: float) -> str:
 
 class BoundCheck(NamedTuple):
     """Result of checking a limit. `is_kept`: None if it cannot be judged. `over`: requests (for a
-    makespan: jobs) above it, out of `of`; `worst_s`: the largest value, in seconds."""
+    makespan: jobs) above it, out of `of`; `worst_s`: the largest value, in seconds. `is_joint`: of
+    all limits of a service together; `bound` has the share that must keep them."""
 
     is_kept: bool | None
     sentence: str
@@ -218,12 +230,14 @@ class BoundCheck(NamedTuple):
     over: int = 0
     of: int = 0
     worst_s: float | None = None
+    is_joint: bool = False
 
     @property
     def facts(self) -> dict[str, Any]:
         """The check as an object of metrics.json."""
         assert self.bound is not None, f"{self = }"
-        return {"metric": self.bound.metric, "limit_s": self.bound.limit_s,
+        metric = "attainment" if self.is_joint else self.bound.metric
+        return {"metric": metric, "limit_s": self.bound.limit_s,
                 "kind": self.bound.kind, "quantile": self.bound.quantile, "is_kept": self.is_kept,
                 "over": self.over, "of": self.of, "share_over": self.over / max(self.of, 1),
                 "worst_s": self.worst_s, "sentence": self.sentence}
@@ -232,6 +246,8 @@ class BoundCheck(NamedTuple):
 def check_bounds(output: Output) -> list[BoundCheck]:
     """A BoundCheck of each limit that was set, in their order."""
     bounds = () if output.schedule is None else output.schedule.bounds
+    if output.schedule is not None and (own := output.schedule.served) and own.wanted:
+        return [_check_jointly(output.metrics, own.wanted)]
     return [_checked(output, bound) for bound in bounds if (
         math.isfinite(bound.limit_s) or bound.metric == "deadline")]
 
@@ -254,6 +270,17 @@ def kept_facts(checks: Sequence[BoundCheck]) -> dict[str, Any]:
     judged = [check.is_kept for check in checks if check.is_kept is not None]
     return {"bound_kept": all(judged) if judged else None,
             "bounds": [check.facts for check in checks]}
+
+
+def _check_jointly(metrics: Mapping[str, Any] | None, wanted: float) -> BoundCheck:
+    share, bound = number(metrics, "served", "attainment", "measured"), Bound(
+        limit_s=math.inf, kind="queries", quantile=wanted)
+    if share is None:
+        return BoundCheck(None, "attainment is known at the end", bound, is_joint=True)
+    met = "met" if share >= wanted else "missed"
+    return BoundCheck(share >= wanted, (
+        f"attainment of {wanted * 100:g} % {met}: {floor_percent(share)} of the requests kept all "
+        "limits"), bound, is_joint=True)
 
 
 def _checked(output: Output, bound: Bound) -> BoundCheck:
@@ -295,15 +322,18 @@ def _check_deadlines(output: Output, bound: Bound) -> BoundCheck:
     share, expired = in_time / of, number(output.metrics, "expired") or 0
     verb = "met" if share >= bound.quantile else "missed"
     return BoundCheck(share >= bound.quantile, (
-        f"deadlines {verb}: {math.floor(share * 1000) / 10:g} % of {of:,.0f} requests were in "
+        f"deadlines {verb}: {floor_percent(share)} of {of:,.0f} requests were in "
         f"time, {bound.quantile * 100:g} % were asked for"
         + f"; {expired:,.0f} expired" * (expired > 0)), bound, int(of - in_time), int(of))
 
 
 def _seconds(queries: QueryColumns, metric: Metric) -> FloatArray:
     """Seconds of a metric, of each request that recorded it."""
-    if metric == "ttft":  # a result counts it from the run's start, the limit from the prefill's
-        return recorded(queries.times("ttft_s") - queries.times("encode_start_s"))
+    arrival_s, starts_s = queries.times("arrival_s"), queries.times("encode_start_s")
+    if metric == "queueing":
+        return recorded(starts_s - arrival_s)
+    if metric == "ttft":  # a batch job counts it from the run's start, the limit from the prefill
+        return recorded(queries.times("ttft_s") - np.where(np.isnan(arrival_s), starts_s, 0.0))
     return recorded(queries.times("tpot_s" if metric == "tpot" else "latency_s"))
 
 
@@ -314,8 +344,7 @@ def _check_queries(queries: QueryColumns, bound: Bound, met: str) -> BoundCheck:
     over, slowest = int((values > bound.limit_s).sum()), float(values.max())
     share = 1 - over / len(values)
     verb = met if share >= bound.quantile else "missed"
-    # rounded down: 98.99 % must not read as the 99 % that were asked for
-    shown = f"{math.floor(share * 1000) / 10:g} %"
+    shown = floor_percent(share)
     worst = f"; {over} of {len(values):,} took longer, the slowest {format_seconds(slowest)}"
     return BoundCheck(share >= bound.quantile, (
         f"{_named(bound)} {verb}: {shown} of the requests stayed within it, "

@@ -25,7 +25,7 @@ from xgpt.report import run_charts as charts
 from xgpt.report.chart import PALETTE, Chart
 from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent, plain, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.output import Output, number, read_output, recorded, text_at
+from xgpt.report.output import Output, number, read_output, text_at
 from xgpt.report.profile_table import profile_facts
 from xgpt.report.replicas import replica_rows
 from xgpt.report.table import alternative_cells, schedule_facts
@@ -62,14 +62,12 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     queries = output.queries
     made = (
         charts.latencies(output, expected.latency_s if expected else None),
-        charts.distribution(
-            "ttft", "TTFT", "seconds from the start to a request's first token",
-            recorded(queries.times("ttft_s")),
-            expected.ttft_s if expected else None, whose=charts.of_all_runs(output)),
+        charts.first_tokens(output, expected.ttft_s if expected else None),
         None if output.queries_before else charts.done_curve(  # each run has a clock of its own
             queries, expected.done if expected else ()),
         charts.output_lengths(queries, expected_output_lengths(output.job)),
         charts.memory(schedule, metrics) if schedule else None,
+        *charts.service(output),
         charts.timeline(output, expected.lanes if expected else ()))
     return [chart for chart in made if chart is not None]
 
@@ -117,13 +115,15 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
 
 def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]]:
     """The page's four main figures, each with its prediction."""
-    tiles = []
-    for key in ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s"):
+    tiles, keys = [], ("output_tokens_per_s", "latency_p50_s", "latency_p99_s")
+    if "served" in metrics:
+        keys = "served.attainment", "served.ttft_p90_s", "served.tpot_p90_s"
+    for key in ("throughput_qps", *keys):
         label, unit = figures.MEASURES[key]
-        measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
-        value, _, shown_unit = quantity(measured, unit).partition(" ")
-        note = "" if predicted is None else f"predicted {quantity(predicted, unit)}"
-        is_bad = key == "latency_p99_s" and check.is_kept is False
+        own = [number(metrics, *key.split("."), side) for side in ("measured", "predicted")]
+        value, _, shown_unit = quantity(own[0], unit).partition(" ")
+        note = "" if own[1] is None else f"predicted {quantity(own[1], unit)}"
+        is_bad = key in ("latency_p99_s", "served.attainment") and check.is_kept is False
         tiles.append({"label": label, "value": value, "unit": shown_unit, "note": note,
                       "state": "bad" if is_bad else ""})
     return tiles

@@ -14,13 +14,15 @@ from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import Axis, Chart, Mark, Series
-from xgpt.report.figures import middle_window
+from xgpt.report.figures import middle_window, percent
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
-from xgpt.report.output import Output, QueryColumns, ends_since_first, number
+from xgpt.report.output import Output, QueryColumns, ends_since_first, number, recorded
+from xgpt.report.service_run import constraint_of, seconds_of
 from xgpt.report.words import counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
+from xsimulator.replay.service import limits_of
 
-_CURVE = 200  # chosen: points of a curve
+_CURVE, _PARTS = 200, 40  # chosen: points of a curve, and of one over arrivals
 # the count of xrunner.devices.peak_memory_bytes, which differs from the prediction's
 _PEAK = (" Measured: the peak of its process since loading began. On a GPU it counts torch's "
          "memory; on a CPU the whole process, with the interpreter, torch and pages of files that "
@@ -31,10 +33,22 @@ _FAR = 3.0  # chosen: a limit further off than so many times the data is not dra
 def latencies(output: Output, expected: FloatArray | None = None) -> Chart | None:
     """Chart of the requests' latencies, with the limit."""
     return distribution(
-        "latency", "Latency", "seconds from a request's prefill to its last token",
+        "latency", "Latency",
+        f"seconds from a request's {_since(output, 'prefill')} to its last token",
         output.queries.times("latency_s"), expected,
         output.schedule.bound.limit_s if output.schedule else None,
         whose=of_all_runs(output))
+
+
+def first_tokens(output: Output, expected: FloatArray | None = None) -> Chart | None:
+    """Chart of the requests' TTFT."""
+    return distribution(
+        "ttft", "TTFT", f"seconds from the {_since(output, 'start')} to a request's first token",
+        recorded(output.queries.times("ttft_s")), expected, whose=of_all_runs(output))
+
+
+def _since(output: Output, otherwise: str) -> str:
+    return "arrival" if output.schedule is not None and output.schedule.served else otherwise
 
 
 def of_all_runs(output: Output) -> str:
@@ -114,6 +128,33 @@ def output_lengths(queries: QueryColumns, expected: Lengths | None) -> Chart | N
                  y=Axis(label="requests", from_zero=True),
                  caption=f"Output tokens per request, {lengths.mean():.0f} in the mean."
                          f"{note}")
+
+
+def service(output: Output) -> list[Chart]:
+    """Charts of attainment and of waiting requests over time; none of a batch job."""
+    if output.schedule is None or not (own := output.schedule.served) or len(output.queries) < 2:
+        return []
+    arrival_s, seconds = output.queries.times("arrival_s"), seconds_of(output.queries)
+    since_s = arrival_s - arrival_s.min()
+    is_late = np.logical_or.reduce([
+        seconds[metric] > bound.limit_s for metric, bound in limits_of(
+            constraint_of(output.schedule))])
+    parts = np.array_split(np.argsort(since_s), min(_PARTS, len(since_s)))
+    begins_s = np.sort(since_s + seconds["queueing"])
+    at_s = np.linspace(0, begins_s[-1], 600)
+    waiting = np.searchsorted(np.sort(since_s), at_s, "right") - np.searchsorted(
+        begins_s, at_s, "right")
+    x = Axis(label="seconds since the first arrival", from_zero=True)
+    return [
+        Chart(name="attainment", title="Attainment", x=x, y=Axis(
+            label="share that keeps all limits", as_percent=True, from_zero=True), series=[Series(
+                label="measured", x=[float(since_s[part].mean()) for part in parts],
+                y=[float(1 - is_late[part].mean()) for part in parts])],
+              marks=[Mark(label=f"predicted {percent(own.attainment)}", at=own.attainment,
+                          axis="y")] if own.attainment is not None else []),
+        Chart(name="waiting", title="Waiting requests", x=x, y=Axis(
+            label="arrived, prefill not begun", from_zero=True), series=[Series(
+                label="measured", kind="steps", x=at_s.tolist(), y=waiting.tolist())])]
 
 
 def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:

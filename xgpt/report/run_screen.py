@@ -7,10 +7,11 @@ from typing import Any
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.report.figures import BoundCheck, comparisons
+from xgpt.report.figures import BoundCheck, comparisons, plain
 from xgpt.report.offload_words import offload_words
 from xgpt.report.output import number, text_at
 from xgpt.report.replicas import replica_words
+from xgpt.report.service_words import attainment_words
 from xgpt.report.table import fact
 from xgpt.report.words import controls_line, counted, placement, prospect_words
 from xscheduler.admission_choice import room_words
@@ -26,7 +27,10 @@ def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction
     duration = f"not predicted: {prediction}" if isinstance(prediction, str) else duration_words(
         problem, prediction.wall_s, schedule.margin.factor) + (
             f", after {format_seconds(prediction.load_s)} of loading" if prediction.load_s else "")
-    rows = (("time", duration), ("model", model), ("machine", machine),
+    own = schedule.served
+    rows = (("time", duration) if own is None else (
+        "service", f"{plain(own.rate)} of at most {plain(own.capacity.qps)} requests/s; "
+                   f"{attainment_words(own)}"), ("model", model), ("machine", machine),
             ("plan", f"{controls_line(schedule.estimate)}; {placement(schedule.estimate)}"),
             ("KV cache", room_words(schedule.estimate, problem)),
             *zip(("prefixes", ""), sharing, strict=False), ("times", times),
@@ -93,17 +97,26 @@ def _measured(metrics: Mapping[str, Any], checks: Sequence[BoundCheck]) -> Itera
     """Measured beside predicted, and whether the latency limit was met."""
     rows = {row.label: row for row in comparisons(metrics)}
     limit = next((check for check in checks if check.bound is not None
-                  and check.bound.metric == "latency"), None)
+                  and check.bound.metric == "latency" and not check.is_joint), None)
     kept = "" if limit is None or limit.is_kept is None or limit.bound is None else (
         f"limit {format_seconds(limit.bound.limit_s)} {'met' if limit.is_kept else 'MISSED'}")
+    is_service = "served" in metrics
+    asked = "".join(f"{check.bound.quantile * 100:g} % {'met' if check.is_kept else 'MISSED'}"
+                    for check in checks if check.is_joint and check.bound)
     lines = [(name, row.measured.removesuffix(f" {unit}"), row.predicted.removesuffix(f" {unit}"),
-              row.verdict_text if unit == "requests/s" else "")
-             for label, name, unit in (("Throughput", "requests/s", "requests/s"),
-                                       ("Output tokens", "output tokens/s", "tokens/s"))
+              verdict if is_service else row.verdict_text if unit == "requests/s" else "")
+             for label, name, unit, verdict in (
+                 ("Throughput", "requests/s", "requests/s", "as they arrive"),
+                 ("Output tokens", "output tokens/s", "tokens/s", ""),
+                 ("Attainment", "attainment", "", asked))
              if (row := rows.get(label)) is not None]
-    if (p50 := rows.get("Latency P50")) is not None and (p99 := rows.get("Latency P99")):
-        lines.append(("latency P50 / P99", f"{p50.measured} / {p99.measured}", "-" if (
-            p99.predicted == "-") else f"{p50.predicted} / {p99.predicted}", kept))
+    pairs = [("latency", "Latency", "P99", kept), ("TTFT", "TTFT", "P90", ""),
+             ("TPOT", "TPOT", "P90", "")]
+    for name, label, high, said in pairs if is_service else pairs[:1]:
+        one, other = rows.get(f"{label} P50"), rows.get(f"{label} {high}")
+        if one is not None and other is not None:
+            lines.append((f"{name} P50 / {high}", f"{one.measured} / {other.measured}", "-" if (
+                other.predicted == "-") else f"{one.predicted} / {other.predicted}", said))
     if not lines:
         return
     after = metrics.get("is_predicted_for_lengths") is True

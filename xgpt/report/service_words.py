@@ -8,7 +8,7 @@ from xgpt.core.constraint import Bound
 from xgpt.core.schedule import Schedule
 from xgpt.core.served import ReplicaFigures, Served, ServedMetric
 from xgpt.core.units import format_seconds
-from xgpt.report.figures import percent, plain
+from xgpt.report.figures import floor_percent, percent, plain
 from xgpt.report.words import counted, value_of
 
 METRIC_NAMES: Mapping[ServedMetric, str] = {
@@ -60,11 +60,6 @@ def attainment_words(served: Served) -> str:
     wanted = "each has its own quantile" if served.wanted is None else (
         f"{served.wanted * 100:g} % must")
     return f"{floor_percent(served.attainment)} of the requests keep all limits; {wanted}"
-
-
-def floor_percent(share: float) -> str:
-    """A share in per cent, rounded down: 98.99 % must not read as the 99 % that were asked for."""
-    return f"{math.floor(round(share * 1000, 6)) / 10:g} %"
 
 
 def binding_words(served: Served, slots: int | None) -> str:

@@ -1,9 +1,8 @@
 """Writes metrics.json: measured figures beside predicted ones, and the causes of the difference.
 Adds a run's step times, by kind, to the cached profile that it was planned with.
 
-So the next job on this machine measures nothing, and a quick profile improves with each run. Only
-complete runs count that other programs did not disturb and whose steps took as long at the end as
-at the beginning: others say nothing about the machine."""
+So the next job measures nothing, and a quick profile improves with each run. Only complete runs
+count that others did not disturb and whose steps took as long at the end as at the beginning."""
 
 import json
 import math
@@ -34,6 +33,7 @@ from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.replicas import replica_facts
 from xgpt.report.results_file import write_results
 from xgpt.report.run_screen import end_screen
+from xgpt.report.service_run import service_facts
 from xgpt.report.table import shown, summary_table
 from xgpt.report.words import agreement_words, clean, counted, operators_words
 from xgpt.run_folder.files import MESSAGES_FILE, METRICS_FILE, RESULTS_FILE, START_FILE
@@ -66,14 +66,14 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     metrics.json: each measured figure beside its prediction (None where there is none), the keys in
     `own`, and the causes of the difference. `timing`, `schedule`: where they are known. `learned`:
     words for what the run added to the profile."""
-    output, tell = opened.job.output, opened.tell
-    # read once: the figures of ten million queries must not be in memory twice
-    read, after = read_output(output, MAX_ANSWERS), None
+    output, tell, after = opened.job.output, opened.tell, None
+    read = read_output(output, MAX_ANSWERS)  # once: ten million queries take much memory
     if prediction is not None and timing and schedule:
         after = _for_lengths(opened.problem, timing, schedule, read)
     expected = after or prediction
     metrics = {**_measured_beside_predicted(opened, schedule, measured, expected),
                **deadline_facts(measured, expected), **replica_facts(measured, expected),
+               **service_facts(read.queries, schedule),
                "is_predicted_for_lengths": after is not None, **own}
     # a replay of the first schedule says nothing about a run that changed it
     why = attribute(opened.problem, timing, schedule, output, prediction.wall_s) if (
