@@ -88,6 +88,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("xgpt.cli.plan:plan", "Find how many GPUs, or how long, without a job file."),
     "explain": ("xgpt.cli.schedule:explain", "Show why a job or a run has its schedule."),
     "simulate": ("xgpt.cli.schedule:simulate", "Simulate a given schedule, step by step."),
+    "workload": ("xgpt.cli.workload:workload", "Show lengths and arrivals of requests."),
     "sweep": ("xgpt.cli.sweep:sweep", "Plan a grid: throughput against latency."),
     "run": ("xgpt.cli.run:run", "Run a job by a given schedule."),
     "score": ("xgpt.cli.run:score", "Compute log-likelihoods of given continuations."),

@@ -221,6 +221,12 @@ def read_lengths(path: Path, *sides: Side) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
+def trace_columns(path: Path) -> tuple[bool, bool]:
+    """Whether a trace has columns of lengths, and of times. Raises InputError."""
+    columns = {*_read_rows(path)[0][1]}
+    return all(columns & {*names} for names in _NAMES.values()), bool(columns & {*_TIMES})
+
+
 def read_times(path: Path) -> FloatArray:
     """Times of arrival in a trace, [rows] seconds, which do not fall. Raises InputError with each
     row that has none, or an earlier one than the row before."""
