@@ -8,24 +8,23 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from xgpt.core import catalog
 from xgpt.core.arrivals import Arrivals
-from xgpt.core.cluster import Cluster
 from xgpt.core.engines import ARRIVING_ENGINES
-from xgpt.job.job import LOCAL_CLUSTER, ArrivalSpec, Job
+from xgpt.job.job import ArrivalSpec, Job
 from xgpt.job.job_lengths import read_times
 from xgpt.job.typed import OrMapping, Reading, that
 from xgpt.requests.request import Requests
 
 FROM_REQUESTS = "from_requests"
-# keys of arrivals that go together, by the first of each form
-_FORMS = {"file": ("speed", "rate"), "concurrency": (), "rate": ("process", "cv"),
-          "process": ("cv",)}
+_HERE, _BESIDE = "workload.arrivals", "with workload.arrivals"
+# keys that go together; the first of each form is required
+_FORMS = (("rate", "process", "cv"), ("process", "cv"), ("concurrency",), ("file", "speed"),
+          ("file", "rate"))
+_WORDS = ", ".join(f"{{{', '.join(form)}}}" for form in _FORMS) + f", or {FROM_REQUESTS}"
 
 AnyArrivals = Annotated[Any, OrMapping(ArrivalSpec, that(
     lambda value: value == FROM_REQUESTS, made=lambda value: ArrivalSpec(), enum=[FROM_REQUESTS]),
-    f"{{rate, process, cv}}, {{process, cv}}, {{concurrency}}, {{file, speed}}, {{file, rate}}, or "
-    f"{FROM_REQUESTS}")]
+    _WORDS)]
 
 
 def resolve_arrivals(job: Job, requests: Requests | None) -> Arrivals | None:
@@ -33,84 +32,62 @@ def resolve_arrivals(job: Job, requests: Requests | None) -> Arrivals | None:
     own = job.workload.arrivals
     if own is None:
         return None
-    if own.file is not None:
-        times_s = read_times(own.file) / (own.speed or 1.0)
-    elif own == ArrivalSpec():
-        assert requests is not None and requests.arrival_s is not None, "refused before"
-        times_s = requests.arrival_s
-    else:
+    if own.file is None and own != ArrivalSpec():
         return Arrivals(rate=own.rate, process=own.process or "poisson", cv=own.cv or 1.0,
                         concurrency=own.concurrency)
+    if own.file is not None:
+        times_s = read_times(own.file) / (own.speed or 1.0)
+    else:
+        assert requests is not None and requests.arrival_s is not None, "refused before"
+        times_s = requests.arrival_s
     found = Arrivals(times_s=times_s - times_s[:1])
-    assert found.times_s is not None
-    if own.rate is None:
-        return found
-    return Arrivals(times_s=found.times_s / (found.mean_gap_s * own.rate))
+    return found if own.rate is None else Arrivals(
+        times_s=(times_s - times_s[:1]) / (found.mean_gap_s * own.rate))
 
 
 def check_arrivals(job: Job, reading: Reading) -> None:
     """Records what contradicts arrivals in the file, or needs them."""
-    is_service = job.workload.arrivals is not None
-    for is_wrong, key, allowed in _wrong_arrivals(job, reading) if is_service else _wrong_batch(
-            reading):
+    if job.workload.arrivals is None:
+        for key in ("constraint.queueing_s", "constraint.scale", "search.queries"):
+            if reading.has(key):
+                reading.reject(key, f"left out of a batch job: it needs {_HERE}")
+        return
+    for is_wrong, key, allowed in _wrong(job, job.workload.arrivals, reading):
         if is_wrong:
             reading.reject(key, allowed)
 
 
-def _wrong_batch(reading: Reading) -> Iterator[tuple[bool, str, str]]:
-    """Yields (whether it is wrong, key, what is allowed) for keys of jobs with arrivals."""
-    for key in ("constraint.queueing_s", "constraint.scale", "search.queries"):
-        yield reading.has(key), key, "left out of a batch job: it needs workload.arrivals"
+def _wrong(job: Job, own: ArrivalSpec, reading: Reading) -> Iterator[tuple[object, str, str]]:
+    """Yields (whether it is wrong, key, what is allowed) for keys of a job with arrivals."""
+    def value_of(key: str) -> object:
+        return None if (node := reading.at(key)) is None else node.value
 
-
-def _wrong_arrivals(job: Job, reading: Reading) -> Iterator[tuple[bool, str, str]]:
-    """Yields (whether it is wrong, key, what is allowed) for keys of a batch job."""
-    here, beside = "workload.arrivals", "with workload.arrivals"
-    spec, constraint = job.workload.arrivals, job.constraint
-    given = [key for key in ArrivalSpec.__dataclass_fields__ if reading.has(f"{here}.{key}")]
-    at = reading.at(here)
-    yield not given and at is not None and at.value != FROM_REQUESTS, here, (
-        "at least one of rate, process, concurrency and file")
-    first = next((key for key in _FORMS if key in given), "process")
-    yield "speed" in given and "file" not in given, f"{here}.speed", "needs file"
-    for key in given:
-        yield key not in (first, *_FORMS[first]), f"{here}.{key}", f"left out beside {first}"
-    yield {"speed", "rate"} <= {*given}, f"{here}.rate", "left out beside speed"
-    is_gamma = spec is not None and spec.process == "gamma"
-    yield "cv" in given and not is_gamma, f"{here}.cv", "of `process: gamma` alone"
-    yield is_gamma and "cv" not in given, f"{here}.cv", "required: of the gaps of a gamma process"
-    yield spec == ArrivalSpec() and job.workload.requests is None and not given, here, (
+    given = {key for key in ArrivalSpec.__dataclass_fields__ if reading.has(f"{_HERE}.{key}")}
+    yield "cv" in given and own.process != "gamma", f"{_HERE}.cv", "of `process: gamma` alone"
+    yield own.process == "gamma" and own.cv is None, f"{_HERE}.cv", (
+        "required: of the gaps of a gamma process")
+    yield value_of(_HERE) != FROM_REQUESTS and not any(
+        form[0] in given and given <= {*form} for form in _FORMS), _HERE, _WORDS
+    yield value_of(_HERE) == FROM_REQUESTS and job.workload.requests is None, _HERE, (
         "needs workload.requests to be a file, with arrival_s in each line")
 
-    kind, has_requests = reading.at("constraint.kind"), job.workload.requests or job.workload.count
-    yield kind is not None and kind.value == "sequence", "constraint.kind", f"queries {beside}"
-    yield bool(reading.has("constraint.makespan_s") and not has_requests), (
-        "constraint.makespan_s"), "of a job with requests: give workload.requests"
-    yield constraint.on_deadline == "stop", "constraint.on_deadline", f"finish {beside}"
-    yield constraint.attainment == 1, "constraint.attainment", f"above 0 and below 1 {beside}"
-    for key in ("", "ttft_s.", "tpot_s.", "queueing_s.") if constraint.attainment else ():
+    own_requests = job.workload.requests or job.workload.count
+    yield value_of("constraint.kind") == "sequence", "constraint.kind", f"queries {_BESIDE}"
+    yield value_of("constraint.makespan_s") and not own_requests, "constraint.makespan_s", (
+        "of a job with requests: give workload.requests")
+    yield job.constraint.on_deadline == "stop", "constraint.on_deadline", f"finish {_BESIDE}"
+    yield job.constraint.attainment == 1, "constraint.attainment", (
+        f"above 0 and below 1 {_BESIDE}")
+    for key in ("", "ttft_s.", "tpot_s.", "queueing_s.") if job.constraint.attainment else ():
         yield reading.has(f"constraint.{key}quantile"), f"constraint.{key}quantile", (
             "left out beside constraint.attainment, the share that keeps all limits together")
-    yield _lacks_price(job), "price_per_hour", (
-        "required for objective cost: the catalog has no price of this device")
-
-    order = reading.at("schedule.order")
-    yield order is not None and order.value not in ("auto", "input"), "schedule.order", (
-        f"input (or left out) {beside}: requests run in the order in which they arrive")
-    yield bool(job.adjustment.batches and job.adjustment.batches.deadline), (
-        "schedule.batches"), f"a deadline of weight 0 {beside}"
+    yield value_of("schedule.order") not in (None, "auto", "input"), "schedule.order", (
+        f"input (or left out) {_BESIDE}: requests run in the order in which they arrive")
+    yield job.adjustment.batches and job.adjustment.batches.deadline, "schedule.batches", (
+        f"a deadline of weight 0 {_BESIDE}")
     yield job.run.engine not in ARRIVING_ENGINES, "run.engine", (
-        f"{' or '.join(ARRIVING_ENGINES)} {beside}: {job.run.engine} takes whole jobs")
+        f"{' or '.join(ARRIVING_ENGINES)} {_BESIDE}: {job.run.engine} takes whole jobs")
+    yield job.run.offload not in ("auto", "off"), "run.offload", f"auto or off {_BESIDE}"
     for key in ("schedule.shuffle", "schedule.window", "schedule.placement", "workload.shared",
                 "tiers", "constraint.host_memory", "constraint.disk"):
-        yield reading.has(key), key, f"left out {beside}"
-    yield job.run.offload not in ("auto", "off"), "run.offload", f"auto or off {beside}"
-
-
-def _lacks_price(job: Job) -> bool:
-    """Whether the objective is the price, and the job's cluster, known beforehand, has none."""
-    if job.constraint.objective != "cost" or job.price_per_hour is not None or job.cluster in (
-            LOCAL_CLUSTER, ""):
-        return False
-    own = job.cluster if isinstance(job.cluster, Cluster) else catalog.cluster(job.cluster)
-    return own.device.price_per_hour is None
+        yield reading.has(key), key, f"left out {_BESIDE}"

@@ -18,7 +18,7 @@ from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, engine_names
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.job import typed
-from xgpt.job.sections import SlurmSpec, absolute, file_of, is_file
+from xgpt.job.sections import SlurmSpec, absolute, is_file
 from xgpt.requests.keys import KEYS, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.requests.request_files import RequestFiles
 
@@ -33,6 +33,17 @@ STEP_TIMES = 0.15  # run.step_times: auto
 # cannot be an option of ssh or mpiexec, or a list of hosts
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
 _INTERFACE = r"[A-Za-z0-9][\w.:-]{0,14}"  # Linux's names have at most 15 characters
+
+
+def file_of(allowed: str) -> typed.InFolder:
+    """A check for the name of an existing file, which becomes an absolute path."""
+    def value_of(value: Any, folder: Path) -> Path:
+        path = absolute(typed.text_of(value), folder)
+        if is_file(path):
+            return path
+        raise ValueError(f"no such file: {path}")
+
+    return typed.InFolder(value_of, allowed, type="string", minLength=1)
 
 
 def _offload(value: Any, folder: Path) -> str:

@@ -25,7 +25,7 @@ from xgpt.core.units import parse_seconds
 from xgpt.job import typed
 from xgpt.job.answer_forms import check_asked
 from xgpt.job.arrivals_section import check_arrivals
-from xgpt.job.job import LOCAL_CLUSTER, Job, RunSpec, check_run
+from xgpt.job.job import LOCAL_CLUSTER, Job, RunSpec, check_run, file_of
 from xgpt.job.placement_section import TiersSection, check_placed
 from xgpt.job.plan_sections import (
     AnyCluster,
@@ -38,16 +38,7 @@ from xgpt.job.plan_sections import (
     without_limit,
 )
 from xgpt.job.schedule_section import AUTO, check_sharing, schedule_of, section_kind, wrong_split
-from xgpt.job.sections import (
-    MAX_COUNT,
-    Results,
-    SlurmSpec,
-    absolute,
-    check_slurm,
-    file_of,
-    is_file,
-    results_of,
-)
+from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
 from xgpt.job.workload_section import WorkloadSection, words_of, workload_of
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, parse_tree, read_tree
 from xgpt.requests.request_files import format_of
@@ -93,7 +84,7 @@ class _Plan:
 class _Search:
     max_seconds: Annotated[float | None, typed.amount(
         parse_seconds, lambda x: x > 0, "seconds > 0, '90 s' or '2 min'")] = None
-    queries: Annotated[int, typed.whole(1, MAX_COUNT)] | None = None
+    queries: Annotated[int, typed.whole(1, 10**8)] | None = None  # chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

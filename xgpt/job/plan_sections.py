@@ -250,11 +250,10 @@ def without_limit(constraint: Constraint) -> Iterator[tuple[str, str]]:
     """Yields (key, what is allowed) for each key on deadlines that means nothing, since neither the
     constraint nor, as is assumed, a request has one."""
     needs = "constraint.deadline_s, or requests with deadline_s"
-    if constraint.attainment is not None and math.isinf(
-            min(bound.limit_s for bound in constraint.bounds)):
-        yield "constraint.attainment", f"needs a limit, such as constraint.ttft_s; or {needs}"
-    elif constraint.bound_on("deadline") and math.isinf(constraint.limit_s("deadline")):
-        yield "constraint.attainment", f"needs a limit: {needs}"
+    joint = "constraint.ttft_s, another limit, " if constraint.attainment else ""
+    limits_s = [own.limit_s for own in constraint.bounds if joint or own.metric == "deadline"]
+    if limits_s and math.isinf(min(limits_s)):
+        yield "constraint.attainment", f"needs a limit: {joint}{needs}"
     if constraint.on_deadline == "stop" and math.isinf(min(
             constraint.limit_s("deadline"), constraint.limit_s("makespan"))):
         yield "constraint.on_deadline", f"needs a limit: constraint.makespan_s, {needs}"

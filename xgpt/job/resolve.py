@@ -61,7 +61,10 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
     if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
     refuse([*wrong_columns(job, shape, requests), *wrong_placement(job, shape)])
-    arrivals = resolve_arrivals(job, requests)
+    arrivals, device = resolve_arrivals(job, requests), cluster.device
+    if arrivals and job.constraint.objective == "cost" and device.price_per_hour is None:
+        raise wrong(job.source, "price_per_hour", None, "required for objective cost: the catalog "
+                    f"has no price of {device.name}")
     lengths = resolve_lengths(job, shape, requests)
     constraint, deadlines_s = with_deadlines(job, requests, start or datetime.now())
     # for a request without a cap of its own: the job's, else the longest planned for

@@ -263,17 +263,6 @@ def absolute(text: str, folder: Path) -> Path:
     return Path(os.path.abspath(folder / (Path(text).expanduser() if is_home else Path(text))))
 
 
-def file_of(allowed: str) -> typed.InFolder:
-    """A check for the name of an existing file, which becomes an absolute path."""
-    def value_of(value: Any, folder: Path) -> Path:
-        path = absolute(typed.text_of(value), folder)
-        if is_file(path):
-            return path
-        raise ValueError(f"no such file: {path}")
-
-    return typed.InFolder(value_of, allowed, type="string", minLength=1)
-
-
 def is_file(path: Path) -> bool:
     try:
         return path.is_file()

@@ -20,9 +20,9 @@ from xgpt.job.answer_forms import (
     most_tokens_of,
 )
 from xgpt.job.arrivals_section import AnyArrivals
-from xgpt.job.job import LengthSpec, SharedSpec, WorkloadSpec
+from xgpt.job.job import LengthSpec, SharedSpec, WorkloadSpec, file_of
 from xgpt.job.job_lengths import likely_range, without_requests
-from xgpt.job.sections import AnyRequests, file_of, requests_of
+from xgpt.job.sections import AnyRequests, requests_of
 from xgpt.requests.request import Terms
 from xgpt.requests.template import columns_in
 

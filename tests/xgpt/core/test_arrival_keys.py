@@ -103,10 +103,10 @@ def test_all_mistakes_of_arrivals_are_told_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(("arrivals", "key", "words"), [
-    ("{}", "", "at least one of"), ("{speed: 2}", ".speed", "needs file"),
+    ("{}", "", "{rate, process, cv}"), ("{speed: 2}", "", "{file, speed}"),
     ("{rate: 2, cv: 2}", ".cv", "gamma"), ("{process: gamma}", ".cv", "required"),
-    ("{file: t.csv, speed: 2, rate: 1}", ".rate", "left out beside speed"),
-    ("{concurrency: 3, process: even}", ".process", "left out beside concurrency"),
+    ("{file: t.csv, speed: 2, rate: 1}", "", "{file, rate}"),
+    ("{concurrency: 3, process: even}", "", "{concurrency}"),
     ("from_requests", "", "file"), ("sometimes", "", "from_requests")])
 def test_keys_of_arrivals_that_do_not_fit_are_refused(tmp_path, arrivals, key, words):
     (tmp_path / "t.csv").write_text("TIMESTAMP\n0\n1\n")
@@ -136,8 +136,8 @@ def test_a_cost_needs_a_price(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(f"model: opt-125m\ncluster: {device}\nobjective: cost\n{SERVICE}\n")
     with pytest.raises(InputError, match="price_per_hour.*required for objective cost"):
-        load_job(path)
-    assert load_job(path, ["price_per_hour=2"]).price_per_hour == 2
+        resolve(load_job(path))
+    assert resolve(load_job(path, ["price_per_hour=2"])).cluster.device.price_per_hour == 2
 
 
 def test_a_trace_with_wrong_times_is_refused_by_its_rows(tmp_path):
