@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from xgpt.app.opened_job import open_job
 from xgpt.app.teller import Teller
 from xgpt.core.lengths import FloatArray, IntArray, synthetic_lengths
-from xgpt.core.problem import Problem
 from xgpt.core.units import format_seconds
 from xgpt.job.job_file import load_job
 from xgpt.job.job_lengths import read_lengths, read_times, trace_columns
@@ -24,15 +23,11 @@ _ROWS = (("input tokens", "input_tokens", 1), ("output tokens", "output_tokens",
 def workload_figures(path: Path, overrides: Sequence[str], tell: Teller) -> dict[str, Any]:
     """Figures of a job file, with `key.path=value` overrides, or of a trace, as `--json` has them.
     `lengths` and `arrivals` are None where it tells none. Raises InputError."""
-    if path.suffix in (".yaml", ".yml") or overrides:
-        return _of_job(open_job(load_job(path, overrides), tell, "lengths").problem)
-    has_lengths, has_times = trace_columns(path)
-    return _figures(read_lengths(path, "input", "output") if has_lengths or not has_times else None,
-                    read_times(path) if has_times else None)
-
-
-def _of_job(problem: Problem) -> dict[str, Any]:
-    """Figures of a job's own requests, or of drawn ones."""
+    if path.suffix not in (".yaml", ".yml") and not overrides:
+        has_lengths, has_times = trace_columns(path)
+        return _figures(read_times(path) if has_times else None, read_lengths(
+            path, "input", "output") if has_lengths or not has_times else None)
+    problem = open_job(load_job(path, overrides), tell, "lengths").problem
     own, pairs, arrivals = problem.queries, problem.lengths.pairs, problem.arrivals
     if own is not None:
         pairs = np.stack([own.inputs, own.expected_outputs], axis=1)
@@ -40,35 +35,32 @@ def _of_job(problem: Problem) -> dict[str, Any]:
         pairs = np.stack(synthetic_lengths(
             problem.lengths, problem.num_queries or _SAMPLED, problem.seed), axis=1)
     rate = arrivals and arrivals.own_rate
-    return _figures(pairs, arrivals.at_rate(rate, len(pairs), problem.seed) if (
-        arrivals and rate) else None, has_caps=problem.observes)
+    return _figures(arrivals.at_rate(rate, len(pairs), problem.seed) if arrivals and rate else None,
+                    pairs, has_caps=problem.observes)
 
 
-def _figures(pairs: IntArray | None, times_s: FloatArray | None, *,
+def _figures(times_s: FloatArray | None, pairs: IntArray | None,
              has_caps: bool = False) -> dict[str, Any]:
-    """`pairs`: [requests, 2] input and output tokens. `times_s`: [requests] times of arrival.
-    `has_caps`: outputs are caps."""
-    lengths: dict[str, Any] | None = None
-    arrivals = None
-    if pairs is not None:
-        inputs, outputs = pairs[:, 0], pairs[:, 1]
-        columns = inputs, outputs, inputs / np.maximum(outputs, 1)
-        lengths = {name: _spread(own) for (_, name, _), own in zip(_ROWS, columns, strict=True)}
-        lengths |= {"has_caps": has_caps, "correlation": float(np.corrcoef(inputs, outputs)[
-            0, 1]) if inputs.std() * outputs.std() > 0 else None}
+    """`times_s`: [requests] times of arrival. `pairs`: [requests, 2] input and output tokens."""
+    found: dict[str, Any] = {"requests": 0 if times_s is None else len(times_s),
+                             "lengths": None, "arrivals": None}
     if times_s is not None and times_s[-1] > times_s[0]:
         gaps, minutes = np.diff(times_s), ((times_s - times_s[0]) // 60).astype(np.int64)
         counts = np.bincount(minutes)[:max(int(minutes[-1]), 1)]  # without the last, a part
-        arrivals = {"seconds": float(gaps.sum()), "rate": float(1 / gaps.mean()),
-                    "cv": float(gaps.std() / gaps.mean()),
-                    "least_per_minute": int(counts.min()), "most_per_minute": int(counts.max())}
-    count = len(pairs if pairs is not None else times_s if times_s is not None else ())
-    return {"requests": count, "lengths": lengths, "arrivals": arrivals}
-
-
-def _spread(own: NDArray[Any]) -> dict[str, float]:
-    return {"mean": float(own.mean()), "median": float(np.median(own)),
-            "p90": float(np.quantile(own, 0.9)), "deviation": float(own.std())}
+        found |= {"arrivals": {
+            "seconds": float(gaps.sum()), "rate": float(1 / gaps.mean()),
+            "cv": float(gaps.std() / gaps.mean()),
+            "least_per_minute": int(counts.min()), "most_per_minute": int(counts.max())}}
+    if pairs is not None:
+        inputs, outputs = pairs[:, 0], pairs[:, 1]
+        columns: Sequence[NDArray[Any]] = (inputs, outputs, inputs / np.maximum(outputs, 1))
+        found |= {"requests": len(pairs), "lengths": {
+            **{name: {"mean": float(own.mean()), "median": float(np.median(own)),
+                      "p90": float(np.quantile(own, 0.9)), "deviation": float(own.std())}
+               for (_, name, _), own in zip(_ROWS, columns, strict=True)},
+            "has_caps": has_caps, "correlation": float(np.corrcoef(inputs, outputs)[0, 1]) if (
+                inputs.std() * outputs.std() > 0) else None}}
+    return found
 
 
 def workload_screen(figures: dict[str, Any]) -> str:

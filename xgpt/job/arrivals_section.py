@@ -71,10 +71,7 @@ def _wrong(job: Job, own: ArrivalSpec, reading: Reading) -> Iterator[tuple[objec
     yield value_of(_HERE) == FROM_REQUESTS and job.workload.requests is None, _HERE, (
         "needs workload.requests to be a file, with arrival_s in each line")
 
-    own_requests = job.workload.requests or job.workload.count
     yield value_of("constraint.kind") == "sequence", "constraint.kind", f"queries {_BESIDE}"
-    yield value_of("constraint.makespan_s") and not own_requests, "constraint.makespan_s", (
-        "of a job with requests: give workload.requests")
     yield job.constraint.on_deadline == "stop", "constraint.on_deadline", f"finish {_BESIDE}"
     yield job.constraint.attainment == 1, "constraint.attainment", (
         f"above 0 and below 1 {_BESIDE}")

@@ -190,15 +190,12 @@ class SharedSpec:
     tokens: LengthSpec
 
 
-_Rate = Annotated[float, typed.number("requests/s > 0", gt=0)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalSpec:
     """Keys of `workload.arrivals`: how requests arrive. Those of a file have its times, `speed`
     times as fast, or so that `rate` arrive a second. Without any key they have their own times."""
 
-    rate: _Rate | None = None
+    rate: Annotated[float, typed.number("requests/s > 0", gt=0)] | None = None
     process: Annotated[Process | None, typed.choice(PROCESSES)] = None
     cv: Annotated[float, typed.number("a number > 0", gt=0)] | None = None
     concurrency: Annotated[int, typed.whole(1, MAX_INT)] | None = None
