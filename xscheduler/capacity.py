@@ -81,6 +81,7 @@ class Trials:
     slower: float = 1.0
     most_longer: int = MOST_LONGER
     replays: int = 0
+    count: int = LEAST_REQUESTS  # requests of the longest replay
 
     def at(self, rate: float) -> Tried:
         """The outcome of `rate`, in requests/s."""
@@ -102,7 +103,7 @@ class Trials:
         return min(int(_RELAXATIONS / idle**2), _MOST_RELAXED * first)
 
     def _judged(self, bare: float, count: int) -> tuple[Tried, float]:
-        self.replays += 1
+        self.replays, self.count = self.replays + 1, max(self.count, count)
         lengths, arrival_s = self.load.at(bare, count)
         times = self.replay(lengths, arrival_s)
         assert lengths.outputs is not None

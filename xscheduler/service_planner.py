@@ -20,7 +20,7 @@ from xgpt.core.served import (
 )
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.capacity import LEAST_REQUESTS, LEAST_S, SEEDS, Load, highest_rate
+from xscheduler.capacity import SEEDS, Load, highest_rate
 from xscheduler.evaluator import job_lengths
 from xscheduler.labels import configuration
 from xscheduler.progress import Watch
@@ -88,15 +88,16 @@ class ServicePlanner:
             bare_qps=max(bare.qps, float(np.mean(rates))),
             saturated_qps=found.estimate.figures.throughput_qps,
             is_settled=all(one.is_settled for one in highest))
-        rate = self._rate or capacity.qps
-        return self.at(found, rate, capacity)
+        rate = self._rate or capacity.lowest_qps  # at which every seed keeps the limits
+        return self.at(found, rate, capacity, min(max(one.count for one in trials), MOST_SHOWN))
 
-    def at(self, found: Candidate, rate: float, capacity: Capacity) -> Served:
-        """Figures of a candidate's requests at `rate` requests/s, or at times of their own: those
+    def at(self, found: Candidate, rate: float, capacity: Capacity, count: int) -> Served:
+        """Figures of `count` requests at `rate` requests/s, or of the job's at their own times, as
         expected. The part that binds is that of the promise, with step times in doubt."""
-        seconds, metrics, replicas = self._figures(found, rate, 1.0)
+        lengths, arrival_s = self._requests(found, rate, count)
+        seconds, metrics, replicas = self._figures(found, lengths, arrival_s, 1.0)
         late = (seconds, metrics, replicas) if found.slower == 1 else self._figures(
-            found, rate, found.slower)
+            found, lengths, arrival_s, found.slower)
         problem, price = self.problem, self.problem.cluster.device.price_per_hour or 0.0
         return Served(
             rate=rate, is_at_capacity=self._rate is None, routing=problem.adjustment.routing,
@@ -107,11 +108,11 @@ class ServicePlanner:
             wanted=problem.constraint.attainment,
             price_per_hour=price * found.estimate.num_devices, search=self.search.account.search)
 
-    def _figures(self, found: Candidate, rate: float, slower: float) -> tuple[
-            dict[ServedMetric, FloatArray], tuple[MetricFigures, ...], tuple[ReplicaFigures, ...]]:
-        """(seconds by metric, their figures, figures of replicas) at `rate` requests/s, with step
-        times `slower` times as long: those of the bare ones at a higher rate, as much longer."""
-        lengths, arrival_s = self._requests(found, rate)
+    def _figures(self, found: Candidate, lengths: QueryLengths, arrival_s: FloatArray,
+                 slower: float) -> tuple[dict[ServedMetric, FloatArray],
+                                         tuple[MetricFigures, ...], tuple[ReplicaFigures, ...]]:
+        """(seconds by metric, their figures, figures of replicas) with step times `slower` times as
+        long: those of bare times and as many times the rate, as much longer."""
         result = found.replayer.run(lengths, arrival_s / slower)
         rows = counted(result.times.arrival_s)
         seconds = {name: slower * every[rows] for name, every in seconds_by_metric(
@@ -119,7 +120,8 @@ class ServicePlanner:
         return (seconds, metric_figures(seconds, self.problem.constraint),
                 replica_figures(result, found.cell.problem, lengths.inputs))
 
-    def _requests(self, found: Candidate, rate: float) -> tuple[QueryLengths, FloatArray]:
+    def _requests(self, found: Candidate, rate: float,
+                  count: int) -> tuple[QueryLengths, FloatArray]:
         """(lengths, arrival in seconds): the job's own requests where it has them, else drawn."""
         arrivals = self.problem.arrivals
         assert arrivals is not None
@@ -131,7 +133,7 @@ class ServicePlanner:
         if arrivals.times_s is not None:
             lengths, _ = load.at(rate, len(arrivals.times_s))
             return lengths, arrivals.times_s
-        return load.at(rate, min(max(LEAST_REQUESTS, int(LEAST_S * rate)), MOST_SHOWN))
+        return load.at(rate, count)
 
     def _bound_value(self) -> float:
         """Upper bound on the value of every candidate that was given up by estimate."""
