@@ -36,7 +36,8 @@ _LOWEST = 1e-3  # chosen: share of the saturated throughput below which no rate 
 _RELAXATIONS, _MOST_RELAXED = 10, 16  # chosen: length of a replay near the saturated throughput
 _BRACKET = 0.03  # chosen: first half-width of the bracket for further seeds
 
-Replay = Callable[[QueryLengths, FloatArray], QueryTimes]
+# times of requests with these lengths that arrive then, or (a number) come from so many clients
+Replay = Callable[[QueryLengths, FloatArray, int | None], QueryTimes]
 
 
 class Load:
@@ -45,6 +46,7 @@ class Load:
     def __init__(self, problem: Problem, seed: int) -> None:
         arrivals = problem.arrivals or Arrivals()
         self._problem, self._arrivals, self._seed = problem, arrivals, seed
+        self.clients = arrivals.concurrency  # of a closed loop, whose rate follows its answers
         self._rng = np.random.default_rng((seed, 51))
         self._drawn = [np.empty(0, np.int64)] * 2  # inputs, outputs
 
@@ -54,8 +56,8 @@ class Load:
             more = self._problem.lengths.sample(DRAWN, self._rng)
             self._drawn = [np.concatenate(both) for both in zip(self._drawn, more, strict=True)]
         inputs, outputs = (own[:count] for own in self._drawn)
-        return (planned_queries(self._problem, inputs, outputs),
-                self._arrivals.at_rate(rate, count, self._seed))
+        return planned_queries(self._problem, inputs, outputs), (
+            np.zeros(count) if self.clients else self._arrivals.at_rate(rate, count, self._seed))
 
 
 class Tried(NamedTuple):
@@ -69,9 +71,9 @@ class Tried(NamedTuple):
 
 @dataclass(kw_only=True)
 class Trials:
-    """Tries rates on one deployment. `replay`: the times of requests with these lengths that arrive
-    then. `requests`: length of every replay; None: as long as it takes. `slower`: factor by which
-    step times may be longer than the replay's; rates and limits are of those."""
+    """Tries rates on one deployment. `requests`: length of every replay; None: as long as it takes.
+    `slower`: factor by which step times may be longer than the replay's; rates and limits are of
+    those."""
 
     replay: Replay
     saturated_qps: float
@@ -82,12 +84,14 @@ class Trials:
     most_longer: int = MOST_LONGER
     replays: int = 0
     count: int = LEAST_REQUESTS  # requests of the longest replay
+    reached_qps: float = 0.0  # requests/s of the latest replay
 
     def at(self, rate: float) -> Tried:
         """The outcome of `rate`, in requests/s."""
         bare = rate * self.slower
-        if self.requests is not None:
-            return self._judged(bare, self.requests)[0]
+        if self.requests is not None or self.load.clients:
+            return self._judged(bare, self.requests or max(
+                LEAST_REQUESTS, LEAST_LATENCIES * (self.load.clients or 0)))[0]
         count = first = max(LEAST_REQUESTS, int(LEAST_S * bare) + 1)
         while True:
             tried, latency_s = self._judged(bare, count)
@@ -105,9 +109,11 @@ class Trials:
     def _judged(self, bare: float, count: int) -> tuple[Tried, float]:
         self.replays, self.count = self.replays + 1, max(self.count, count)
         lengths, arrival_s = self.load.at(bare, count)
-        times = self.replay(lengths, arrival_s)
+        times = self.replay(lengths, arrival_s, self.load.clients)
         assert lengths.outputs is not None
-        rows = counted(arrival_s)
+        rows = counted(times.arrival_s)
+        ends_s = times.last_token_s[rows]
+        self.reached_qps = len(rows) / max(float(np.ptp(ends_s)), 1e-12) / self.slower
         own = {name: every[rows] for name, every in seconds_by_metric(
             times, lengths.outputs).items()}
         used, *halves = (used_of_limits(
@@ -128,7 +134,10 @@ class Found(NamedTuple):
 
 def highest_rate(trials: Trials, near: float | None = None) -> Found:
     """The highest rate that holds, to PRECISION, from the saturated throughput on. near: a rate
-    that is likely to be near it."""
+    that is likely to be near it. In a closed loop: the rate that its clients reach."""
+    if trials.load.clients:
+        tried = trials.at(0.0)
+        return Found(trials.reached_qps * tried.holds, tried.is_settled)
     low, high = (0.0, True), (math.inf, True)  # rate, whether its replay was long enough
     rate, width = near or trials.saturated_qps, _BRACKET
     for _ in range(MOST_RATES):

@@ -92,9 +92,10 @@ class Candidate:
     def replayer(self) -> ServiceReplayer:
         return ServiceReplayer(self.cell.problem, self.replays.timing, self.estimate, self.clocks)
 
-    def replay(self, lengths: QueryLengths, arrival_s: FloatArray) -> QueryTimes:
-        """Times of these requests on all replicas."""
-        return self.replayer.run(lengths, arrival_s, has_steps=False).times
+    def replay(self, lengths: QueryLengths, arrival_s: FloatArray,
+               clients: int | None = None) -> QueryTimes:
+        """Times of these requests on all replicas; clients: of a closed loop."""
+        return self.replayer.run(lengths, arrival_s, concurrency=clients, has_steps=False).times
 
 
 @dataclass(kw_only=True)
@@ -213,15 +214,15 @@ class ServiceSearch:
                 self.account.refused += not most
                 return False
             trials = self.trials(candidate, most_longer=_FIRST_LONGER)
-            if wanted:
+            if wanted and not self.load.clients:
                 tried = trials.at(wanted)
                 trials.most_longer = MOST_LONGER
                 if not tried.is_settled and tried.used.share <= 1:
                     tried = trials.at(wanted)
                 candidate.tried_qps, candidate.used = wanted, tried.used
-            if not wanted or tried.holds:
+            if not candidate.used or tried.holds:
                 found = highest_rate(trials, wanted * (1 + PRECISION) if wanted else None)
-                candidate.capacity_qps = found.qps or None
+                candidate.capacity_qps = found.qps if found.qps > to_beat else None
         except XgptError:  # a request never fits
             self.account.refused += 1
             return False

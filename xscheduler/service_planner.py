@@ -113,7 +113,9 @@ class ServicePlanner:
                                          tuple[MetricFigures, ...], tuple[ReplicaFigures, ...]]:
         """(seconds by metric, their figures, figures of replicas) with step times `slower` times as
         long: those of bare times and as many times the rate, as much longer."""
-        result = found.replayer.run(lengths, arrival_s / slower)
+        assert self.problem.arrivals is not None
+        result = found.replayer.run(lengths, arrival_s / slower,
+                                    concurrency=self.problem.arrivals.concurrency)
         rows = counted(result.times.arrival_s)
         seconds = {name: slower * every[rows] for name, every in seconds_by_metric(
             result.times, result.output_tokens).items()}

@@ -17,7 +17,7 @@ class SingleTokens:
     """Requests of one token, which arrive at random."""
 
     def __init__(self, seed):
-        self.seed, self.arrivals = seed, Arrivals()
+        self.seed, self.arrivals, self.clients = seed, Arrivals(), None
 
     def at(self, rate, count):
         ones = np.ones(count, int)
@@ -28,7 +28,7 @@ class SingleTokens:
 def server(each_s, replicas=1):
     """A replay: each request takes `each_s` at the replica that is free first. With equal times
     that is each in turn, and a request begins when it is there and the one before it is done."""
-    def replay(lengths, arrival_s):
+    def replay(lengths, arrival_s, clients):
         start_s = np.empty(len(arrival_s))
         for first in range(replicas):
             own = arrival_s[first::replicas]
