@@ -33,7 +33,7 @@ def test_every_job_file_loads(path):
     job = load_job(path)
     assert job.name == path.stem
     assert job.output == JOBS.parent / "out" / path.stem
-    assert 0 < job.constraint.latency_s < math.inf
+    assert 0 < min(bound.limit_s for bound in job.constraint.bounds) < math.inf
     assert job.workload.requests is None or all(
         path.is_file() for path in job.workload.requests.paths)
 
