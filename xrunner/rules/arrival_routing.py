@@ -10,15 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from xgpt.core.controls import (
-    ARRIVAL_ROUTINGS,
-    DEFERRED,
-    FIXED,
-    LEAST_QUERIES,
-    LEAST_TOKENS,
-    RANDOM,
-    ROUND_ROBIN,
-)
+from xgpt.core import controls
 from xgpt.core.lengths import FloatArray
 from xrunner.rules.routing import AWAY, Load, Recall, Router, Window, replica_shares
 
@@ -173,32 +165,32 @@ class JobRouting(ArrivalRouter):
 
 def router_of(routing: str, *, tokens: Sequence[float] | FloatArray, windows: Sequence[Window],
               seed: int) -> ArrivalRouter:
-    """A new router by the rule `routing`, one of ARRIVAL_ROUTINGS. `tokens`: expected, of each
-    request in the order of their numbers. `windows`: of each replica. `seed`: of random."""
-    assert routing in ARRIVAL_ROUTINGS, f"{routing = }"
+    """A new router by the rule `routing`. `tokens`: expected, of each request in the order of their
+    numbers. `windows`: of each replica. `seed`: of random."""
+    assert routing in controls.ARRIVAL_ROUTINGS, f"{routing = }"
     return _ROUTERS[routing](np.rint(np.asarray(tokens, float)), windows, seed)
 
 
 def _fixed(tokens: FloatArray, windows: Sequence[Window], seed: int) -> Dealt:
     owners = np.empty(len(tokens), int)
-    for replica, own in enumerate(replica_shares(tokens, len(windows), FIXED)):
+    for replica, own in enumerate(replica_shares(tokens, len(windows), controls.FIXED)):
         owners[own] = replica
     return Dealt(owners.tolist())
 
 
 _ROUTERS: dict[str, Callable[[FloatArray, Sequence[Window], int], ArrivalRouter]] = {
-    ROUND_ROBIN: lambda tokens, windows, seed: RoundRobin(),
-    RANDOM: lambda tokens, windows, seed: Dealt(
+    controls.ROUND_ROBIN: lambda tokens, windows, seed: RoundRobin(),
+    controls.RANDOM: lambda tokens, windows, seed: Dealt(
         np.random.default_rng((seed, 51)).integers(len(windows), size=len(tokens)).tolist()),
-    LEAST_QUERIES: lambda tokens, windows, seed: LeastQueries(),
-    LEAST_TOKENS: lambda tokens, windows, seed: LeastTokens(
+    controls.LEAST_QUERIES: lambda tokens, windows, seed: LeastQueries(),
+    controls.LEAST_TOKENS: lambda tokens, windows, seed: LeastTokens(
         tokens.astype(int).tolist(), len(windows)),
-    DEFERRED: lambda tokens, windows, seed: Deferred(windows),
-    FIXED: _fixed,
+    controls.DEFERRED: lambda tokens, windows, seed: Deferred(windows),
+    controls.FIXED: _fixed,
 }
 
 
 def _from(first: int, loads: Sequence[Load]) -> int:
     """`first`, or the next replica in turn that is not away."""
-    turns = [(first + turn) % len(loads) for turn in range(len(loads))]
+    turns = ((first + turn) % len(loads) for turn in range(len(loads)))
     return next((replica for replica in turns if loads[replica] != AWAY), first)
