@@ -86,5 +86,5 @@ def _wrong(job: Job, own: ArrivalSpec, reading: Reading) -> Iterator[tuple[objec
         f"{' or '.join(ARRIVING_ENGINES)} {_BESIDE}: {job.run.engine} takes whole jobs")
     yield job.run.offload not in ("auto", "off"), "run.offload", f"auto or off {_BESIDE}"
     for key in ("schedule.shuffle", "schedule.window", "schedule.placement", "workload.shared",
-                "tiers", "constraint.host_memory", "constraint.disk"):
+                "tiers", "constraint.host_memory", "constraint.disk", "constraint.makespan_s"):
         yield reading.has(key), key, f"left out {_BESIDE}"

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import numpy as np
 
-from xgpt.core.constraint import ATTAINMENT, Constraint, deadline_bound
+from xgpt.core.constraint import Constraint, deadline_bound
 from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS
 from xgpt.core.errors import Mistake, refuse
 from xgpt.core.lengths import FloatArray
@@ -27,8 +27,7 @@ def with_deadlines(job: Job, requests: Requests | None,
         refuse(Mistake(file=str(job.source), line=None, key=key, value=None, allowed=allowed)
                for key, allowed in without_limit(constraint))
     elif constraint.bound_on("deadline") is None:
-        constraint = replace(constraint, bounds=(*constraint.bounds, deadline_bound(
-            attainment=constraint.attainment or ATTAINMENT)))
+        constraint = replace(constraint, bounds=(*constraint.bounds, deadline_bound()))
     return constraint, None if requests is None else in_seconds(
         requests.deadlines_s, np.arange(len(requests)), limit_s, start.timestamp())
 
@@ -67,7 +66,6 @@ def wrong_columns(job: Job, model: ModelSpec, requests: Requests | None) -> Iter
             count, file, line = requests.lacking[needed]
             yield mistake(key, value, f"of requests that all have {needed}: {count:,} of "
                           f"{len(requests):,} have none, the first in {files.place(file, line)}")
-    if requests is not None and requests.deadlines_s is not None and (
-            job.workload.arrivals is not None and (requests.deadlines_s < 0).any()):
-        yield mistake("workload.arrivals", None, "left out where a deadline_s is a time of day: "
-                      "where requests arrive, it counts seconds from the arrival")
+    if requests and requests.deadlines_s is not None and job.workload.arrivals is not None:
+        yield mistake("workload.arrivals", None, "left out where requests have a deadline_s of "
+                      "their own: constraint.deadline_s is the limit on all that arrive")

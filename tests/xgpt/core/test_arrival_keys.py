@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 
 from xgpt.app.opened_job import open_job
@@ -120,6 +119,8 @@ def test_keys_of_arrivals_that_do_not_fit_are_refused(tmp_path, arrivals, key, w
     ((BATCH, "search: {queries: 9}"), "search.queries", "batch job"),
     ((BATCH, "schedule: {routing: deferred}"), "schedule.routing", "needs workload.arrivals"),
     ((SERVICE, "constraint: {attainment: 0.9}"), "constraint.attainment", "needs a limit"),
+    ((SERVICE.replace("{arr", "{requests: {count: 9}, arr"), "constraint: {makespan_s: 9}"),
+     "constraint.makespan_s", "left out"),
     ((SERVICE, "constraint: {attainment: 0.9, ttft_s: {limit_s: 1, quantile: 0.5}}"),
      "constraint.ttft_s.quantile", "left out beside"),
     ((SERVICE, "schedule: {batches: {deadline: 1}, policy: ft}"), "schedule.batches", "weight 0"),
@@ -161,11 +162,9 @@ def opened(folder, lines, arrivals="from_requests", suffix="jsonl"):
 
 def test_requests_bring_their_times_as_a_column(tmp_path):
     lines = [{"tokens": [1], "arrival_s": 10}, {"tokens": [2], "arrival_s": "10.5"},
-             {"tokens": [3], "arrival_s": "1970-01-01 00:00:12", "deadline_s": 7}]
+             {"tokens": [3], "arrival_s": "1970-01-01 00:00:12"}]
     text = "".join(json.dumps(one) + "\n" for one in lines)
-    found = opened(tmp_path, text).problem
-    assert found.arrivals.times_s.tolist() == [0, 0.5, 2]
-    assert found.queries.deadlines_s.tolist() == [np.inf, np.inf, 7]
+    assert opened(tmp_path, text).problem.arrivals.times_s.tolist() == [0, 0.5, 2]
     table = opened(tmp_path, 'tokens,arrival_s\n"[1]",0\n"[2]",3.5\n', suffix="csv").problem
     assert table.arrivals.times_s.tolist() == [0, 3.5]
 
@@ -180,6 +179,5 @@ def test_requests_without_times_or_with_falling_ones_are_refused_by_their_lines(
     assert "1 of 3 have none" in first.allowed and first.allowed.endswith("line 3")
     assert "not before" in second.allowed and second.allowed.endswith("line 2")
     assert opened(tmp_path, lines, "{rate: 2}").requests.bad_lines[0].line == 4
-    timed = '{"tokens": [1], "arrival_s": 5, "deadline_s": "17:30"}\n'
-    with pytest.raises(InputError, match="time of day"):
-        opened(tmp_path, timed)
+    with pytest.raises(InputError, match="constraint.deadline_s is the limit"):
+        opened(tmp_path, '{"tokens": [1], "arrival_s": 5, "deadline_s": 7}\n')
