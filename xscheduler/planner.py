@@ -57,7 +57,8 @@ class PlanOptions:
     with its confidence, else as expected. `is_brief`: no explanation, no comparisons. `is_rough`:
     fewer replays, for a comparison. `max_seconds`: time limit, after which the best schedule so far
     is returned; None: no limit. `requests`: of each replay of requests that arrive over time; None:
-    as many as it takes."""
+    as many as it takes. `least_qps`: requests/s that such a service must sustain; None: the job's
+    rate."""
 
     gap: float | None = None
     max_nodes: int | None = None
@@ -68,6 +69,7 @@ class PlanOptions:
     is_rough: bool = False
     max_seconds: float | None = None
     requests: int | None = None
+    least_qps: float | None = None
 
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
@@ -120,7 +122,7 @@ class Planner:
             if problem.arrivals is not None:
                 return _with_idle_note(problem, with_room(ServicePlanner(
                     problem, self.timing, watch, has_margin=self.options.has_margin,
-                    requests=self.options.requests).best(), problem))
+                    requests=self.options.requests).best(self.options.least_qps), problem))
             if self._is_placed:
                 schedule = Placing(problem, self.timing, tell=self._tell,
                                    is_steady=self.options.horizon == "steady",

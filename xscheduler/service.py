@@ -132,7 +132,11 @@ class ServiceSearch:
     def __post_init__(self) -> None:
         plain = steady(self.problem)
         self.cells = [(cell, replays) for cell, replays in cells_of(plain, self.timing)
-                       if len(cell.points)]
+                      if len(cell.points) and cell.copies == (plain.fixed.replicas or cell.copies)]
+        if plain.fixed.replicas and plain.fixed.tp_degree:  # a layout: equal groups on all
+            most = max((cell.problem.cluster.num_devices for cell, _ in self.cells), default=0)
+            self.cells = [(cell, replays) for cell, replays in self.cells if most == (
+                cell.problem.cluster.num_devices) and cell.plan[1] in (0, most)]
         self._clocks = {id(replays): StepClocks(cell.problem, self.timing)
                         for cell, replays in self.cells}
         limited = replace(plain, constraint=plain.constraint.with_latency(limit_s=1.0))
@@ -254,13 +258,15 @@ class ServiceSearch:
         return -self.value(one, one.estimated_qps), self._entered, one
 
     def _within_limits(self, cell: Cell) -> FloatArray:
-        """[points] requests/s of a replica by the rough formula; 0 beyond the limits."""
+        """[points] requests/s of a replica by the rough formula; beyond a limit as many times fewer
+        as the limit is used."""
         constraint, rough = self.problem.constraint, cell.rough
-        outputs = max(cell.problem.lengths.outputs.mean - 1, 1)
-        keeps = ((rough.ttft_s <= constraint.limit_s("ttft"))
-                 & (rough.latency_s - rough.ttft_s <= outputs * constraint.limit_s("tpot"))
-                 & (rough.latency_s <= min(constraint.latency_s, constraint.limit_s("deadline"))))
-        return np.where(keeps, rough.throughput_qps, 0.0)
+        after = cell.problem.lengths.outputs.quantile(cell.problem.constraint.quantile) - 1
+        used = np.maximum.reduce([
+            np.ones(len(cell.points)), rough.ttft_s / constraint.limit_s("ttft"),
+            (rough.latency_s - rough.ttft_s) / (max(after, 1) * constraint.limit_s("tpot")),
+            rough.latency_s / min(constraint.latency_s, constraint.limit_s("deadline"))])
+        return np.asarray(rough.throughput_qps / used)
 
     def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yields the candidates that differ by one step of the grid in one variable."""

@@ -53,13 +53,15 @@ class ServicePlanner:
                                     has_margin=has_margin, requests=requests)
         self._bound = cache(lambda part: UpperBound(steady(part), timing))
 
-    def best(self) -> Schedule:
+    def best(self, least_qps: float | None = None) -> Schedule:
         """The schedule with the highest value. Raises InfeasibleError if none keeps the limits at
-        the job's rate, or at any."""
+        `least_qps` requests/s (None: at the job's rate), or at any."""
         check(self.problem, self.timing)
         is_fewest = self._rate is not None and self.problem.constraint.objective != "throughput"
-        found = self.search.fewest(self._rate or 0.0) if is_fewest else self.search.best()
-        if found is None or (found.capacity_qps or 0.0) < (self._rate or 0.0):
+        found = self.search.fewest(self._rate or 0.0) if is_fewest else self.search.best(
+            least_qps or 0.0)
+        least_qps = (self._rate or 0.0) if least_qps is None else least_qps
+        if found is None or (found.capacity_qps or 0.0) < least_qps:
             raise self._refusal(found)
         served = self.served(found)
         value = self.search.value(found, served.capacity.qps)

@@ -128,7 +128,8 @@ def replica_figures(result: ReplayResult, problem: Problem,
             mfu=_flops(problem, mine, inputs[own]) / (
                 span_s * problem.cluster.num_devices
                 * problem.cluster.device.peak_flops_per_s(problem.dtype)),
-            preemptions=sum(len(step.evicted) for pool in mine for step in pool.steps)))
+            preemptions=result.preemptions and sum(  # steps are read one by one
+                len(step.evicted) for pool in mine for step in pool.steps)))
     return tuple(found)
 
 
