@@ -33,33 +33,47 @@ from xgpt.job.yaml_tree import (
 MAX_POINTS = 100_000  # chosen
 SWEEP_FOLDER = "sweep"  # in a job's output folder
 DEFAULT_BOUNDS = "10%,20%,30%,50%,70%,100%,inf"
+DEFAULT_SCALES = "scale=0.5,1,2"  # of a job whose requests arrive over time
 Horizon = Literal["steady", "job"]
 ALL, AUTO = "all", "auto"  # values of policy: every one; the one that the search chooses
 OVER, BOUNDS = "--over", "--bounds"
 FT = "ft"  # before a percentile of the latencies of FasterTransformer's batches
 _FT_BOUND = re.compile(rf"{FT}[1-9]\d?")
+ARRIVALS = "workload.arrivals"
 _SECTIONS = ("workload", "constraint", "schedule", "run", "plan")
 _FORM = f"{OVER} takes AXIS=VALUE,VALUE,...; for example policy=rra,waa-c"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepAxis:
-    """An axis of a sweep. `name`: as in rows and tables. `key`: dotted key of the job file."""
+    """An axis of a sweep. `name`: as in rows and tables. `key`: dotted key of the job file. `also`:
+    another key that gets the same value. `is_number`: whether rows have its values as numbers."""
 
     name: str
     key: str
     title: str
+    also: str = ""
+    is_number: bool = False
 
 
 POLICY = SweepAxis(name="policy", key="schedule.policy", title="policy")
-COPIES = SweepAxis(name="copies", key="schedule.replicas", title="replicas")
+COPIES = SweepAxis(name="copies", key="schedule.replicas", title="replicas", is_number=True)
 BOUND = SweepAxis(name="bound", key="constraint.latency_s", title="latency limit")
 AXES = (SweepAxis(name="model", key="model", title="model"),
         SweepAxis(name="cluster", key="cluster", title="cluster"),
-        SweepAxis(name="gpus", key="run.ranks", title="GPUs (or ranks)"),
+        SweepAxis(name="gpus", key="run.ranks", title="GPUs (or ranks)", is_number=True),
         SweepAxis(name="task", key="workload.task", title="task"),
+        SweepAxis(name="lengths", key="workload.input_tokens", also="workload.output_tokens",
+                  title="lengths"),
         SweepAxis(name="engine", key="run.engine", title="engine"),
-        SweepAxis(name="profile", key="profile", title="profile"), COPIES, POLICY, BOUND)
+        SweepAxis(name="profile", key="profile", title="profile"), COPIES, POLICY, BOUND,
+        *(SweepAxis(name=name, key=key, title=title, is_number=True) for name, key, title in (
+            ("rate", "workload.arrivals.rate", "requests/s"),
+            ("scale", "constraint.scale", "scale of the limits"),
+            ("price", "price_per_hour", "price of a device per hour"),
+            ("tp", "schedule.tp_degree", "tensor-parallel degree"),
+            ("slots", "schedule.max_active", "concurrent requests"),
+            ("budget", "schedule.token_budget", "tokens per step"))))
 
 # A value of a key removes the base's values of other keys: lengths are given by a task or by
 # themselves, and a cluster is meant as a whole.
@@ -74,7 +88,7 @@ class AxisValue:
     """A value of an axis. `shown`: its form in rows. `is_relative`: a latency limit such as `50%`
     or `ft10`, whose seconds follow from the job; its `field` is then no limit (inf)."""
 
-    shown: str | int
+    shown: str | float
     field: Field
     is_relative: bool = False
 
@@ -89,7 +103,7 @@ class SweepPoint:
     latencies; None: the job has its own limit."""
 
     job: Job
-    values: Mapping[str, str | int]
+    values: Mapping[str, str | float]
     relative_bound: str | None
 
 
@@ -103,7 +117,7 @@ class SweepSpec:
     output: Path
     horizon: Horizon
     has_margin: bool
-    axes: tuple[tuple[SweepAxis, tuple[str | int, ...]], ...]
+    axes: tuple[tuple[SweepAxis, tuple[str | float, ...]], ...]
     points: tuple[SweepPoint, ...]
 
 
@@ -146,7 +160,10 @@ def load_sweep(path: Path, *, overrides: Sequence[str] = (), over: Sequence[str]
         job = job_of(base, path, [])
         name, output = job.name, job.output / SWEEP_FOLDER
         given = setting_of_flags(over, bounds, mistakes)
-        settings = [given if given or mistakes else setting_of_flags((), DEFAULT_BOUNDS, mistakes)]
+        if not given and not mistakes:
+            given = setting_of_flags((DEFAULT_SCALES,), None, mistakes) if Reading(
+                base, mistakes).has(ARRIVALS) else setting_of_flags((), DEFAULT_BOUNDS, mistakes)
+        settings = [given]
     if horizon not in (None, *get_args(Horizon)):
         mistakes.append(Mistake(file="--horizon", line=None, key="horizon", value=horizon,
                                 allowed="steady or job"))
@@ -205,8 +222,8 @@ def _ordered(axes: Mapping[SweepAxis, Any]) -> list[SweepAxis]:
     return sorted(axes, key=lambda axis: (axis == POLICY) + 2 * (axis == BOUND))
 
 
-def _axes(settings: Sequence[Setting]) -> tuple[tuple[SweepAxis, tuple[str | int, ...]], ...]:
-    values: dict[SweepAxis, dict[str | int, None]] = {}
+def _axes(settings: Sequence[Setting]) -> tuple[tuple[SweepAxis, tuple[str | float, ...]], ...]:
+    values: dict[SweepAxis, dict[str | float, None]] = {}
     for setting in settings:
         for axis, own in setting.items():
             values.setdefault(axis, {}).update((one.shown, None) for one in own)
@@ -229,10 +246,14 @@ def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
             if Reading(tree, mistakes).has(key):
                 tree = with_value(tree, key.split("."), Field(value=None, file="", line=None))
     for axis, value in chosen.items():
-        tree = with_value(tree, axis.key.split("."), value.field)
+        for key in filter(None, (axis.key, axis.also)):
+            tree = with_value(tree, key.split("."), value.field)
     own = list[Mistake]()  # mistakes of one point must not hide those of another
     bound, job = chosen.get(BOUND), job_of(tree, base_path, own)
     mistakes += own
+    if bound and bound.is_relative and Reading(tree, mistakes).has(ARRIVALS):
+        _reject(mistakes, replace(bound.field, value=bound.shown), BOUND.name, "seconds or inf "
+                "where requests arrive over time")
     if job.workload.requests is not None and job.workload.requests.is_stdin:
         mistakes.append(Mistake(
             file=str(base_path), line=None, key="workload.requests", value="-",
@@ -323,9 +344,10 @@ def _read_value(axis: SweepAxis, field: Field, key: str,
         return _read_relative(field, key, mistakes)
     if axis == BOUND and isinstance(value, (int, float)) and not isinstance(value, bool):
         return AxisValue(shown="inf" if math.isinf(value) else f"{value:g} s", field=field)
-    counts = axis.name in ("gpus", COPIES.name)
-    if counts and isinstance(value, int) and not isinstance(value, bool):
+    if axis.is_number and isinstance(value, (int, float)) and not isinstance(value, bool):
         return AxisValue(shown=value, field=field)
+    if isinstance(value, dict) and [*value] == ["file"]:
+        return AxisValue(shown=str(value["file"].value), field=field)
     shown = value if isinstance(value, str) else json.dumps(data_of(field), sort_keys=True)
     return AxisValue(shown=shown, field=field)
 
