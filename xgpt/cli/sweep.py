@@ -34,11 +34,15 @@ from xgpt.report.table import shown
               help="Number of planning processes (default: one per core).")
 @within_seconds
 @verbose_option
+@click.option("--best", "is_best", is_flag=True,
+              help="Of jobs with arrivals: give up a point once it cannot have the highest "
+              "capacity for its price.")
 @click.option("--run", "runs", is_flag=True,
               help="Also run every point on this machine, one after the other.")
 def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None,
           over: tuple[str, ...], out: Path | None, horizon: str | None,
-          cores: int | None, max_seconds: float | None, runs: bool, is_verbose: bool) -> None:
+          cores: int | None, max_seconds: float | None, is_best: bool, runs: bool,
+          is_verbose: bool) -> None:
     """Plan a grid of latency limits, policies, models or clusters: throughput against latency.
 
     The same command continues a stopped sweep.
@@ -46,7 +50,7 @@ def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | N
     spec = load_sweep(file, overrides=with_seconds(overrides, max_seconds), over=over,
                       bounds=bounds, out=out, horizon=horizon)
     terminal = Terminal(is_verbose=is_verbose)
-    swept = sweep_points(spec, terminal, cores=cores, runs=runs)
+    swept = sweep_points(spec, terminal, cores=cores, runs=runs, is_best=is_best)
     facts = {"name": swept.name, "folder": swept.folder, "files": swept.files,
              "points": len(swept.rows), "rows": swept.rows}
     refusal = refusal_of(swept)

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import GIB, format_bytes, format_seconds
+from xgpt.report import sweep_served as service
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
 from xgpt.report.figures import plain
 from xgpt.report.html_page import render_page
 from xgpt.report.sweep_rows import (
+    GIVEN_UP,
     INFEASIBLE,
     OK,
     REFUSED,
@@ -52,7 +54,7 @@ def write_sweep_page(folder: Path, path: Path | None = None) -> Path:
 
 def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
     meta, rows = sweep.meta, sweep.rows
-    counts = Counter(str(row.get("status")) for row in rows)
+    counts, is_served = Counter(str(row.get("status")) for row in rows), service.are_served(rows)
     best = max((row for row in rows if row.get("status") == OK), default={}, key=rate_of)
     tiles = [(f"Best {rate_words(rows)}", plain(rate_of(best)) if best else "-",
               f"{title_of(str(best.get('chosen') or best.get('policy')))} on "
@@ -60,17 +62,22 @@ def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
               if best else ""),
              ("Points", f"{len(rows):,}", f"of {meta.get('points', len(rows))}"),
              ("With a schedule", f"{counts[OK]:,}", ", ".join(
-                 f"{counts[status]} {status}" for status in (INFEASIBLE, REFUSED)
+                 f"{counts[status]} {status}" for status in (INFEASIBLE, REFUSED, GIVEN_UP)
                  if counts[status])),
              ("Time of the sweep",
               format_seconds(float(meta["seconds"])) if meta.get("seconds") else "-", "")]
+    if is_served:
+        top = max(rows, key=service.worth_of)
+        tiles[0] = ("Best capacity per price", plain(service.worth_of(top)),
+                    str(top["deployment"]))
     state = str(meta.get("state"))
     return {
         "name": str(meta.get("name")), "tiles": tiles,
-        "headline": headline(rows),
+        "headline": service.served_headline(rows) if is_served else headline(rows),
         "banner": None if state == "done" else
         f"This sweep is not done ({state}): the same command goes on with it.",
-        "charts": drawn, "winners": (best_rows := all_winners(rows)),
+        "served": service.served_tables(rows) if is_served else [],
+        "charts": drawn, "winners": (best_rows := [] if is_served else all_winners(rows)),
         "columns": {name: any(getattr(one, name) not in ("", "-") for one in best_rows)
                     for name in ("upper", "second", "why")} | {
             "scenario": len({one.scenario for one in best_rows}) > 1},
@@ -92,7 +99,9 @@ class Quantity(NamedTuple):
 
 def sweep_charts(rows: Sequence[Row]) -> list[Chart]:
     """A chart of all points, if there are several scenarios, and one for each scenario."""
-    good = [row for row in rows if row.get("status") == OK]
+    if service.are_served(rows) and not service.lines_of(rows):
+        return service.served_charts(rows)
+    good = [row for row in rows if row.get("status") == OK or row.get("attainment") is not None]
     if not good:
         return []
     colours = {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(
@@ -117,10 +126,16 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
 
     across = [Quantity("latency limit, seconds", bound),
               Quantity("expected latency, seconds", of("latency_s")),
+              Quantity("requests/s that arrive", of("rate")),
+              Quantity("scale of the limits", of("scale")),
               Quantity("devices", of("gpus")), Quantity("replicas", of("replicas")),
               Quantity("time of the job, seconds", of("makespan_s")),
               Quantity("device-seconds per request", of("gpu_s_per_query"))]
-    up = [Quantity("requests/s of the job", of("job_throughput_qps")),
+    up = [Quantity("share within all limits", of("attainment")),
+          Quantity("capacity, requests/s", of("capacity_qps")),
+          Quantity("TTFT P90, seconds", of("ttft_p90_s")),
+          Quantity("TPOT P99, seconds", of("tpot_p99_s")),
+          Quantity("requests/s of the job", of("job_throughput_qps")),
           Quantity("steady requests/s", of("throughput_qps")),
           Quantity("steady output tokens/s", of("output_tokens_per_s")),
           Quantity("device-seconds per request", of("gpu_s_per_query")),
@@ -143,7 +158,8 @@ def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[R
     is_one = len({row.get("scenario") for row in rows}) == 1
     series = []
     for line, colour in colours.items():
-        points = sorted((row for row in rows if line_of(row) == line), key=bound_of)
+        points = sorted((row for row in rows if line_of(row) == line), key=lambda row: (
+            bound_of(row), *(number_of(row, axis) or 0.0 for axis in service.LINES)))
         bounded = sum(math.isfinite(bound_of(row)) for row in points)
         own: list[Row | None] = [*points]
         if is_one and 0 < bounded < len(own):

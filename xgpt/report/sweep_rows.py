@@ -22,7 +22,7 @@ VERSION = 1
 _MOST_LINES, _MOST_REASONS = 15, 3  # chosen: a screen has 25 lines
 _MOST_REASON = 300  # chosen: characters
 TIE = 0.02  # chosen: predictions are further off than that
-OK, INFEASIBLE, REFUSED = "ok", "infeasible", "refused"  # values of `status`
+OK, INFEASIBLE, REFUSED, GIVEN_UP = "ok", "infeasible", "refused", "given up"  # of `status`
 
 Row = dict[str, Any]
 Kind = Literal["text", "whole", "number"]
@@ -73,6 +73,11 @@ COLUMNS = (
               latency_p50_s="latency P50", latency_p99_s="latency P99",
               ttft_p50_s="TTFT P50", ttft_p99_s="TTFT P99",
               tpot_p50_s="TPOT P50", tpot_p99_s="TPOT P99"),
+    *_columns("served", "number", capacity_qps="capacity", saturated_qps="saturated throughput",
+              capacity_per_price="capacity per price of an hour (else per device)",
+              attainment="share within all limits", queueing_p99_s="wait for the prefill P99",
+              ttft_p90_s="TTFT P90", tpot_p90_s="TPOT P90"),
+    *_columns("served", "text", deployment="deployment asked for", binds="what binds"),
     *_columns("control", "whole", encode_batch="requests encoded together",
               decode_iterations="decode iterations between two prefills",
               encode_chunk="tokens encoded beside decoding",
@@ -177,7 +182,10 @@ def title_of(name: str) -> str:
 
 
 def line_of(row: Row, name: str | None = None) -> str:
-    """Title of the policy of a row (or of `name`), with the number of replicas asked for."""
+    """Title of the policy of a row (or of `name`), with the number of replicas asked for; of a
+    service the deployment asked for."""
+    if row.get("deployment"):
+        return str(row["deployment"])
     title, copies = title_of(name or str(row.get("policy"))), row.get("copies")
     if copies in (None, "auto"):
         return title

@@ -21,6 +21,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.schedule import Margin, Rejected, Status
 from xgpt.report.profile_table import profile_tables
 from xgpt.report.sweep_rows import COLUMNS, read_sweep, sweep_text
+from xgpt.report.sweep_served import served_text
 from xgpt.report.table import WIDTH, choice_table, schedule_table, stage_table, summary_table
 from xgpt.report.words import (
     controls_cell,
@@ -87,6 +88,13 @@ def point(policy, bound, qps, **more):
     return {column.name: None for column in COLUMNS} | known | more
 
 
+def service(scenario, deployment, qps, worth, **more):
+    return point("sarathi", "inf", qps, **{
+        "status": "ok", "reason": None, "scenario": scenario, "deployment": deployment,
+        "capacity_qps": qps, "capacity_per_price": worth, "ttft_p90_s": 1.4, "tpot_p99_s": 0.12}
+        | more)
+
+
 def many_points():
     rates = {"rra": 12.0, "ft": 9.0, "waa-c": 13.0, "orca": None}
     return [point(policy, f"{bound} s", rate, scenario=scenario, bound_s=float(bound))
@@ -142,6 +150,12 @@ TABLES = {
     "sweep, of jobs": lambda: sweep_text([
         point("rra", "5 s", 12.0, job_throughput_qps=8.0),
         point("ft", "5 s", 9.0, job_throughput_qps=8.5)]),
+    "sweep of services": lambda: served_text([
+        service("papers", "tp 2, slots 64", 4.3, 0.063),
+        service("papers", "tp 4, slots 32", 3.9, 0.057),
+        service("books", "tp 2, slots 64", 1.2, 0.018),
+        service("books", "tp 4, slots 32", 2.0, 0.029),
+        service("books", "tp 1", None, None, status="given up", reason="its bound is too low")]),
     "sweep, many points": lambda: sweep_text(many_points())}
 
 

@@ -13,12 +13,15 @@ from typing import Any
 from xgpt.app.opened_job import open_job
 from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.app.teller import LogTeller, Teller
-from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
+from xgpt.core.cluster import Cluster
+from xgpt.core.errors import InfeasibleError, InputError, LacksMemoryError, StoppedEarly, XgptError
 from xgpt.core.schedule_file import plain
 from xgpt.core.units import parse_share
 from xgpt.job.job import Job
-from xgpt.job.sweep_file import AUTO, BOUND, COPIES, FT, POLICY, SweepPoint, SweepSpec
-from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
+from xgpt.job.resolve import resolve_cluster
+from xgpt.job.sweep_file import AUTO, BOUND, COPIES, FT, POLICY, SweepPoint, SweepSpec, axis_of
+from xgpt.report.sweep_rows import COLUMNS, GIVEN_UP, INFEASIBLE, OK, REFUSED, Row
+from xgpt.report.sweep_served import LINES
 from xgpt.report.words import controls_line, value_of
 from xscheduler.evaluator import predict
 from xscheduler.ft_latency import ft_latency_s
@@ -26,9 +29,13 @@ from xscheduler.planner import PlanOptions
 
 Unit = Mapping[str, SweepPoint]  # by key: points that differ only in their limit
 
-_TELLING = ("model", "cluster", "task", "engine")  # axes whose values need no name beside them
-_FIGURES, _CONTROLS = ([column.name for column in COLUMNS if column.group == group]
-                       for group in ("figure", "control"))
+# axes whose values need no name beside them
+_TELLING = ("model", "cluster", "task", "engine", "lengths", "policy")
+_COMPARED = (COPIES.name, POLICY.name, BOUND.name)  # axes that are no part of a scenario
+_DEPLOYED = ("cluster", "price_per_hour", "schedule", "run", "plan", "profile")  # of a service
+_FIGURES, _CONTROLS, _SERVED = ([column.name for column in COLUMNS if column.group == group]
+                                for group in ("figure", "control", "served"))
+_BEATEN = "no higher capacity for its price than the best of its workload"
 _ROOT = Path(__file__).resolve().parents[3]
 # folders whose code and tables decide a plan
 _PLANNING = ("xgpt/core", "xgpt/job", "xgpt/requests", "xprofiler", "xsimulator", "xscheduler",
@@ -44,7 +51,10 @@ def key_of(point: SweepPoint, spec: SweepSpec) -> str:
 
 
 def common_key(job: Job) -> str:
-    """Key of a job without its latency bound. Points with equal keys share a planner."""
+    """Key of a job without its latency bound. Points with equal keys share a planner, which those
+    of a service have alone."""
+    if job.workload.arrivals is not None:
+        return _digest(_asked(job))
     return _digest(_asked(replace(job, constraint=job.constraint.with_latency(limit_s=math.inf))))
 
 
@@ -79,14 +89,20 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def rows_of(unit: Unit, options: PlanOptions, tell: Teller) -> Iterator[Row]:
-    """A row for each point, as it is planned."""
+def rows_of(unit: Unit, options: PlanOptions, tell: Teller,
+            worths: Mapping[str, float]) -> Iterator[Row]:
+    """A row for each point, as it is planned. `worths`: what a point of a service must exceed, by
+    its scenario (xgpt.report.sweep_served)."""
     planner: JobPlanner | None = None
     for key, point in unit.items():
         row: Row = {column.name: None for column in COLUMNS} | _axes(point) | {
             "key": key, "fingerprint": fingerprint(point.job)}
         bound_s: float | None = None if point.relative_bound else point.job.constraint.latency_s
+        worth = worths.get(row["scenario"], 0.0) * (
+            point.job.constraint.objective == "throughput")  # others use a part of the cluster
         try:
+            options = replace(options, least_qps=worth and worth * _price_of(
+                resolve_cluster(point.job)))
             planner = planner or _planner(point.job, options, tell)
             if point.relative_bound is not None:
                 bound_s = float(f"{_limit_s(point, point.relative_bound, planner, options):.3g}")
@@ -95,7 +111,14 @@ def rows_of(unit: Unit, options: PlanOptions, tell: Teller) -> Iterator[Row]:
             raise
         except XgptError as refusal:
             row |= _refused(refusal)
+            if worth and row["status"] == INFEASIBLE and not isinstance(refusal, LacksMemoryError):
+                row |= {"status": GIVEN_UP, "reason": _BEATEN}
         yield plain(row | {"bound_s": bound_s})
+
+
+def _price_of(cluster: Cluster, devices: int | None = None) -> float:
+    """The price of devices (default: all of the cluster) for an hour; their number if unknown."""
+    return (devices or cluster.num_devices) * (cluster.device.price_per_hour or 1.0)
 
 
 def _planner(job: Job, options: PlanOptions, tell: Teller) -> JobPlanner:
@@ -127,10 +150,15 @@ def _free_latency_s(point: SweepPoint, options: PlanOptions) -> float:
 def _axes(point: SweepPoint) -> Row:
     """Columns of a row that name its point. `scenario`: its axes but replicas, policy and bound."""
     job, bound_s = point.job, point.job.constraint.latency_s
-    scenario = [str(value) if name in _TELLING else f"{name} {value}" for name, value in
-                point.values.items() if name not in (COPIES.name, POLICY.name, BOUND.name)]
+    named = {name: str(value) if name in _TELLING else f"{name} {value}"
+             for name, value in point.values.items()}
+    deployed = [name for name in named if job.workload.arrivals is not None and (
+        axis := axis_of(name)) and axis.key.partition(".")[0] in _DEPLOYED]
+    aside = (*LINES, *deployed) if job.workload.arrivals is not None else _COMPARED
     return {
-        "scenario": ", ".join(scenario) or job.name,
+        "scenario": ", ".join(named[name] for name in named if name not in aside) or job.name,
+        "deployment": None if job.workload.arrivals is None else ", ".join(
+            named[name] for name in deployed),
         "model": Path(job.model).name if Path(job.model).is_absolute() else job.model,
         "cluster": job.cluster if isinstance(job.cluster, str) else "own",
         "gpus": job.run.ranks, "task": job.workload.output_tokens.task,
@@ -173,4 +201,23 @@ def _figures(plan: Plan) -> Row:
         "proof": str(proof.status), "bound_qps": proof.bound_qps, "gap": proof.gap,
         "nodes": proof.nodes, "search_s": proof.seconds, "margin": schedule.margin.factor,
         "margin_cost": schedule.margin.cost, "unbounded_qps": proof.unbounded_qps,
-        "times": plan.timing.provenance()}
+        "times": plan.timing.provenance(), **_served(plan)}
+
+
+def _served(plan: Plan) -> Row:
+    """Columns of a service: capacity, attainment, percentiles and price."""
+    served, problem, used = plan.schedule.served, plan.opened.problem, None
+    if served is None:
+        return {}
+    figures = asdict(served.capacity) | asdict(served) | {
+        f"{one.metric}_{name}": getattr(one, name) for one in served.metrics
+        for name in ("p50_s", "p90_s", "p99_s")}
+    if problem.constraint.objective != "throughput":
+        used = plan.schedule.estimate.num_devices
+    is_missed = not served.is_at_capacity and served.capacity.qps < served.rate
+    return {name: figures[name] for name in (*_FIGURES, *_SERVED) if name in figures} | {
+        "capacity_qps": served.capacity.qps, "capacity_per_price": (
+            served.capacity.qps / _price_of(problem.cluster, used)),
+        "attainment": None if served.is_at_capacity else served.attainment} | ({
+            "status": INFEASIBLE, "reason": f"at most {served.capacity.qps:.3g} requests/s keep "
+            f"the limits at {served.rate:g}"} if is_missed else {})

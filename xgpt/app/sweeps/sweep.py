@@ -10,8 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -40,10 +40,12 @@ from xgpt.core.units import format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.sweep_file import SweepPoint, SweepSpec
 from xgpt.launch.stop_signals import stopping_in_order
+from xgpt.report import sweep_served as service
 from xgpt.report.notebook import Printed, frame
 from xgpt.report.sweep_page import write_sweep_page
 from xgpt.report.sweep_rows import (
     EARLIER_FILE,
+    GIVEN_UP,
     MEASURED,
     OK,
     ROWS_FILE,
@@ -59,6 +61,7 @@ from xgpt.report.sweep_rows import (
 from xrunner.files.lock import output_lock
 from xscheduler.planner import PlanOptions
 
+Worths = Callable[[], Mapping[str, float]]  # the highest so far of each workload of services
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -80,7 +83,8 @@ class Swept(Printed):
         return frame(self.rows)
 
     def __str__(self) -> str:
-        return sweep_text(self.rows)
+        return (service.served_text if service.are_served(self.rows) else sweep_text)(
+            self.rows)
 
     @property
     def details(self) -> str:
@@ -89,10 +93,10 @@ class Swept(Printed):
 
 
 def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
-                 runs: bool = False) -> Swept:
+                 runs: bool = False, is_best: bool = False) -> Swept:
     """Plans every point that is not yet in the folder; `cores`: number of processes, by default one
-    per core; `runs`: then runs each point, too. Raises StoppedEarly where it was asked to stop: the
-    same call goes on."""
+    per core; `runs`: then runs each point, too; `is_best`: gives up services that cannot be a
+    workload's best. Raises StoppedEarly where it was asked to stop: the same call goes on."""
     if runs:
         _check_runs(spec, tell)
     if (allowed := why_no_folder(spec.output)) is not None:
@@ -102,11 +106,16 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
         points = {key_of(point, spec): point for point in spec.points}
         known = _take_up(folder, points, tell)
         _describe(spec, list(known.values()), "running", began, is_run=runs)
-        left = _units({key: point for key, point in points.items() if key not in known})
         state = "stopped"
         try:
-            with closing(_planned(left, spec, cores, _Once(tell))) as planned:
-                _keep(planned, known, len(points), folder, tell)
+            for worths in (lambda: service.best_worths(known.values()), dict)[not is_best:]:
+                # hashes mix the axes, so that the best so far soon is a good one
+                order = sorted(points) if is_best else points
+                left = _units({key: points[key] for key in order if key not in known})
+                with closing(_planned(left, spec, cores, _Once(tell), worths)) as planned:
+                    _keep(planned, known, len(points), folder, tell)
+                for key in service.bests_elsewhere(known.values()):
+                    del known[key]  # that the next round plans to the end
             if runs:
                 _run_points(points, known, folder, tell)
             state = "done"
@@ -143,17 +152,18 @@ class _Once:
 
 
 def _take_up(folder: Path, points: Mapping[str, SweepPoint], tell: Teller) -> dict[str, Row]:
-    """Rows of earlier sweeps for these points, by key. Other rows move to earlier.jsonl, and come
-    back with their point."""
+    """Rows of earlier sweeps for these points, by key, but for points that were given up. Other
+    rows move to earlier.jsonl, and come back with their point."""
     before = {**read_rows(folder / EARLIER_FILE), **read_rows(folder / ROWS_FILE)}
     known = {key: before[key] for key, point in points.items() if key in before
-             and before[key].get("fingerprint") == fingerprint(point.job)}
+             and before[key].get("fingerprint") == fingerprint(point.job)
+             and before[key].get("status") != GIVEN_UP}
     if left := [row for key, row in before.items() if key not in known]:
         _write(folder / EARLIER_FILE, left)
     _write(folder / ROWS_FILE, known.values())
     if known:
         tell.say(f"continuing: {len(known)} of {len(points)} points are planned")
-    if outdated := sum(row["key"] in points for row in left):
+    if outdated := sum(row["key"] in points and row.get("status") != GIVEN_UP for row in left):
         tell.say(f"note: {outdated} points were planned by another xgpt or from other files: "
                  "they are planned again, and kept in earlier.jsonl")
     return known
@@ -224,26 +234,33 @@ def _keep(planned: Iterator[Row], known: dict[str, Row], total: int, folder: Pat
                       f"{row['scenario']}, {row['policy']}")
 
 
-def _planned(units: Sequence[Unit], spec: SweepSpec, cores: int | None,
-             tell: Teller) -> Generator[Row]:
+def _planned(units: Sequence[Unit], spec: SweepSpec, cores: int | None, tell: Teller,
+             worths: Worths) -> Generator[Row]:
     options = PlanOptions(horizon=spec.horizon, has_margin=spec.has_margin, is_brief=True)
     count = min(cores or usable_cores(), len(units))
     # measuring on this machine needs one process and nothing beside it
     if count < 2 or any(point.job.cluster == LOCAL_CLUSTER for point in spec.points):
         for unit in units:
-            yield from rows_of(unit, options, tell)
+            yield from rows_of(unit, options, tell, worths())
     else:
-        yield from _by_processes(units, options, count)
+        yield from _by_processes(units, options, count, worths)
 
 
-def _by_processes(units: Sequence[Unit], options: PlanOptions, count: int) -> Generator[Row]:
+def _by_processes(units: Sequence[Unit], options: PlanOptions, count: int,
+                  worths: Worths) -> Generator[Row]:
     """Yields the rows of all units, of each when all its points are planned by one of `count`
     processes of one thread each. Raises XgptError where a process died."""
     context, others = multiprocessing.get_context("spawn"), {*multiprocessing.active_children()}
     with _one_thread_each(), ProcessPoolExecutor(count, context, initializer=_begin) as pool:
         try:
-            for done in as_completed([pool.submit(_all_rows, unit, options) for unit in units]):
-                yield from done.result()
+            running = set[Future[list[Row]]]()
+            for unit in [*units, *[None] * count]:
+                if unit is not None:
+                    running.add(pool.submit(_all_rows, unit, options, worths()))
+                if unit is None or len(running) == count:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    for one in done:
+                        yield from one.result()
         except BrokenProcessPool:
             raise XgptError("a process that planned points died; planned points are kept, and the "
                             "same command goes on from there") from None
@@ -266,8 +283,8 @@ def _end_with_sweep() -> None:
     os._exit(1)
 
 
-def _all_rows(unit: Unit, options: PlanOptions) -> list[Row]:
-    return list(rows_of(unit, options, LogTeller()))
+def _all_rows(unit: Unit, options: PlanOptions, worths: Mapping[str, float]) -> list[Row]:
+    return list(rows_of(unit, options, LogTeller(), worths))
 
 
 @contextmanager
