@@ -266,7 +266,7 @@ def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
 def axis_of(name: str) -> SweepAxis | None:
     """The axis with this short name or dotted key; None if there is none."""
     for axis in AXES:
-        if name in (axis.name, axis.key):
+        if name == axis.name or (name == axis.key and not axis.also):
             return axis
     first, dot, rest = name.partition(".")
     is_known = dot and rest and first in _SECTIONS
