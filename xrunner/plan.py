@@ -87,14 +87,25 @@ class Execution:
     expires_s: float | None = None
     stage_model: str = "off"  # xrunner.checkpoint.staging
     offload: str = ""  # folder of what placements keep on disk; "": there is none
+    arrives: bool = False  # requests arrive over time, at those of arrivals.npy or
+    concurrency: int = 0  # from so many clients, each of which waits for its answer
+    clock_s: float = 0.0  # where the clock of arrivals begins: where an earlier run stopped
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
 
     def expires_at(self, deadlines_s: FloatArray | None, query: int) -> float:
-        """Clock time after which a request does not begin. `deadlines_s`: of all, [requests]."""
+        """Clock time after which a request does not begin, whenever it arrives. `deadlines_s`: of
+        all, [requests]."""
         if self.expires_s is None:
             return math.inf
-        own_s = math.inf if deadlines_s is None else float(deadlines_s[query])
+        own_s = math.inf if deadlines_s is None or self.arrives else float(deadlines_s[query])
         return self.started_at + min(self.expires_s, own_s)
+
+    def expires_after_s(self, deadlines_s: FloatArray | None, query: int) -> float:
+        """Seconds after its arrival after which a request does not begin; infinite in a job whose
+        requests are there at the start. `deadlines_s`: of all, [requests]."""
+        if self.expires_s is None or deadlines_s is None or not self.arrives:
+            return math.inf
+        return float(deadlines_s[query])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,11 @@
 """A request as the runner receives it, and its answer; free of torch, as the launcher is."""
 
+from __future__ import annotations
+
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 EXPIRED = "expired"  # a request that had not begun when its deadline passed
@@ -99,12 +102,19 @@ class PreparedQuery:
     asked: int = 0  # which input of its line it answers
     forecast: int = 0  # output tokens that admission counts with; 0: forecast when it is admitted
     expires_at: float = math.inf  # clock time after which it does not begin
+    expires_after_s: float = math.inf  # the same in seconds from its arrival
+    arrival_s: float | None = None  # by the run's clock; None: it was there at the start
 
     @property
     def reserve_tokens(self) -> int:
         """Most tokens it may need in the KV cache, as the planner counts them. A decoder-only model
         does not store its last token; an encoder-decoder model stores a start token."""
         return len(self.input_ids) + self.max_new_tokens
+
+    def arrived(self, arrival_s: float, now_s: float) -> PreparedQuery:
+        """The request that arrived at `arrival_s`. `now_s`: the run's clock, as that."""
+        expires_at = min(self.expires_at, time.time() - now_s + arrival_s + self.expires_after_s)
+        return replace(self, arrival_s=arrival_s, expires_at=expires_at)
 
 
 class ToolCall(NamedTuple):
@@ -125,7 +135,7 @@ class FinishedQuery:
     encode_start_s: float  # when its prefill began
     first_token_s: float
     last_token_s: float
-    arrival_s: float = 0.0
+    arrival_s: float | None = None  # None: it was there at the start
     error: str | None = None  # why there is no answer, or only a part of one
     replica: int | None = None  # the replica that answered it, if there are several
     # of each output token (xrunner.ops.likelihoods) or, when scoring, of each target
@@ -135,12 +145,19 @@ class FinishedQuery:
 
     @property
     def latency_s(self) -> float:
-        return self.last_token_s - self.encode_start_s
+        """Seconds to the last token from the arrival, else from the start of the prefill."""
+        return self.last_token_s - (
+            self.encode_start_s if self.arrival_s is None else self.arrival_s)
+
+    @property
+    def queueing_s(self) -> float | None:
+        """Seconds from the arrival to the start of the prefill; None without an arrival."""
+        return None if self.arrival_s is None else self.encode_start_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float:
         """Time to first token in seconds, queueing included."""
-        return self.first_token_s - self.arrival_s
+        return self.first_token_s - (self.arrival_s or 0.0)
 
     @property
     def tpot_s(self) -> float | None:

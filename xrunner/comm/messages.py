@@ -157,11 +157,13 @@ class ReceivedMessage:
 class PortionMessage:
     """Rank 0's instructions to the head of another replica.
 
-    `queries`: indices in the spool of its next requests. `wanted`: number of requests not begun to
+    `queries`: indices in the spool of its next requests. `arrival_s`: when each arrived, by the
+    run's clock; () if all were there at the start. `wanted`: number of requests not begun to
     give back, the last ones first. `is_last`: no more will follow. `stops`: end after the next
     step. `change`: new settings, by the launcher's order `revision`."""
 
     queries: tuple[int, ...] = ()
+    arrival_s: tuple[float, ...] = ()
     wanted: int = 0
     is_last: bool = False
     stops: bool = False

@@ -40,6 +40,8 @@ class Supply:
     """Source of a head's requests while it runs (xrunner.engine.replicas). This base class supplies
     none: all requests were submitted before."""
 
+    note = ""  # what an idle head waits for, in words, if that may take long
+
     @property
     def sources(self) -> tuple[int, ...]:
         """Ranks whose messages the supply reads."""
@@ -50,8 +52,16 @@ class Supply:
         """Whether more requests may come."""
         return False
 
+    @property
+    def next_in_s(self) -> float:
+        """Seconds until the next request arrives by the clock; infinite: none is known."""
+        return math.inf
+
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         """Handles messages that have come, or come within `wait_s` seconds."""
+
+    def arrive(self, head: Head) -> None:
+        """Submits requests that have arrived by now, where they arrive over time."""
 
     def hear(self, head: Head, message: Message) -> None:
         """Handles a message from one of the `sources`."""
@@ -118,10 +128,20 @@ class PoolLink:
             group = head.next_group()
             is_over = not self._supply.is_open and (is_ready or not head.requests.has_work)
             if group is not None or is_over or head.sink.should_stop():
+                note_rest(head, "")
                 return group
             if wait_s:
                 head.report()
-            wait_s = LOOK_S
+            wait_s = self.rest(head)
+
+    def rest(self, head: Head) -> float:
+        """Seconds that an idle head waits for a message or an arrival."""
+        note_rest(head, self._supply.note)
+        return min(LOOK_S, self._supply.next_in_s)
+
+    def arrive(self, head: Head) -> None:
+        """See Supply.arrive."""
+        self._supply.arrive(head)
 
     def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
         """Called when the step has been started."""
@@ -199,7 +219,8 @@ class Head:
         for query, reason, why in self._unanswered:
             self.sink.finished(FinishedQuery(
                 query=query, output_ids=(), finish_reason=reason, text="", error=why,
-                encode_start_s=0.0, first_token_s=0.0, last_token_s=0.0))
+                encode_start_s=0.0, first_token_s=0.0, last_token_s=0.0,
+                arrival_s=query.arrival_s))
         self._unanswered.clear()
 
     def start(self) -> None:
@@ -221,6 +242,7 @@ class Head:
                 self._give_out()
             if self.sink.should_stop():
                 break
+            self.link.arrive(self)  # the tokens may have taken long
             step = self.rule.decide()
             if step is not None:
                 self._execute(step)
@@ -342,6 +364,13 @@ class Head:
             assert out is not None, f"{step = }"
             self.pending.arrive(step.group, out)
         self.link.executed(self, step, gives_tokens=gives_tokens)
+
+
+def note_rest(head: Head, note: str) -> None:
+    """Tells who looks on what the idle head waits for; "": it works."""
+    heartbeat = head.executor.heartbeat
+    if heartbeat is not None and head.executor.is_ready:  # else it has a note of its own
+        heartbeat.note = note
 
 
 def run_to_end(head: Head) -> bool:

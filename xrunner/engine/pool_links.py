@@ -29,7 +29,7 @@ from xrunner.comm.messages import (
     TokensMessage,
 )
 from xrunner.comm.point_to_point import Comm, wait_politely
-from xrunner.engine.head import LOOK_S, Head, PoolLink, Supply
+from xrunner.engine.head import Head, PoolLink, Supply, note_rest
 from xrunner.engine.pool_requests import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.room import Waiting
@@ -77,8 +77,9 @@ class ToDecodePool(PoolLink):
             group = self._rule.next_group()
             if group is not None and group not in self._batch_of and all(
                     group != taken for taken, _ in self._handing.values()):
+                note_rest(head, "")
                 return group
-            wait_s = LOOK_S
+            wait_s = self.rest(head)
 
     def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
         self._batch_of[step.group] = step.phase
@@ -177,6 +178,7 @@ class FromEncodePool(PoolLink):
     Results go to the encode head, a message a step."""
 
     def __init__(self, comm: Comm, receiver: EntryReceiver, encode_head: int) -> None:
+        super().__init__()
         self._comm, self._receiver, self._encode_head = comm, receiver, encode_head
         self._handed: deque[HandedMessage] = deque()
         self._is_to_stop = False

@@ -360,7 +360,7 @@ class ActiveQuery:
                              embedding=self.embedding,
                              finish_reason=reason, encode_start_s=self.encode_start_s,
                              first_token_s=self.first_token_s, last_token_s=now, error=error,
-                             text=text)
+                             text=text, arrival_s=self.query.arrival_s)
 
     def _stopped_text(self, decode_text: Callable[[Sequence[int]], str]) -> str | None:
         """The text before the first stop string, once one has appeared; else None. Call it after

@@ -11,12 +11,13 @@ It reads messages between its own steps and waits for others only when idle. Eac
 reads its requests from the spool. A request belongs to its head until the head gives it back. So
 each is answered once, however messages cross."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from xgpt.core.errors import XgptError
 from xrunner.comm.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 from xrunner.comm.point_to_point import Comm
+from xrunner.engine.arrivals import RoutedArrivals
 from xrunner.engine.head import Head, Supply
 from xrunner.engine.pipeline import DiedAlone, ExecutorDied
 from xrunner.engine.pool_requests import lengths_so_far
@@ -70,7 +71,7 @@ class ToReplicas(Supply):
 
     Where what executes a replica's steps dies, its requests go to others while it starts again."""
 
-    def __init__(self, comm: Comm, sink: RunSink, router: Router,
+    def __init__(self, comm: Comm, sink: RunSink, router: Router | RoutedArrivals,
                  queries: Sequence[PreparedQuery], order: Sequence[int],
                  replicas: Sequence[Replica], deaths: Deaths | None = None) -> None:
         """`queries`: the job's, by index. `order`: indices to answer, in run order. `replicas`:
@@ -83,6 +84,7 @@ class ToReplicas(Supply):
         self._heads = tuple(replica.head for replica in replicas[1:])
         self._has_sent_last, self._num_expired = False, 0
         self.changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
+        self.arrived_s: Mapping[int, float] = {}  # of requests that arrive over time, by number
         self.own: Head | None = None  # rank 0's
 
     def start(self, head: Head) -> None:
@@ -122,9 +124,8 @@ class ToReplicas(Supply):
         if not message.died:
             self._note_begun(message.replica, message.begun)
         for result in message.results:
-            replica.done += result.finish_reason != EXPIRED
-            self.sink.finished(replace(result, query=self._queries[result.query.index],
-                                        replica=message.replica))
+            self.finished(replace(result, query=self._queries[result.query.index],
+                                  replica=message.replica))
         if message.at_work is not None:
             replica.at_work = message.at_work
         if message.changed is not None and self.sink.launcher is not None:
@@ -161,11 +162,13 @@ class ToReplicas(Supply):
                       for index, lengths in replica.at_work.items()}
 
     def finished(self, result: FinishedQuery) -> None:
-        self._num_expired += self._accounts[0].forget_expired([result], self._order)
-        if result.finish_reason != EXPIRED:
-            self._note_begun(0)
-            self._accounts[0].done += 1
-        self.sink.finished(replace(result, replica=0))
+        replica = result.replica or 0
+        if not replica:
+            self._num_expired += self._accounts[0].forget_expired([result], self._order)
+            if result.finish_reason != EXPIRED:
+                self._note_begun(0)
+        self._accounts[replica].done += result.finish_reason != EXPIRED
+        self.sink.finished(replace(result, replica=replica))
 
     def died(self, head: Head, death: ExecutorDied) -> None:
         lost = head.abandon()
@@ -250,22 +253,33 @@ class ToReplicas(Supply):
         places = self.router.top_up(replica, account.load)
         account.given += places
         given = [self._order[place] for place in places]
+        arrival_s = tuple(self.arrived_s[place] for place in places if self.arrived_s)
         if given:
             self.sink.underway.begin(given)  # the replica knows which of them have begun
         if replica and given:
-            self._comm.send(self._heads[replica - 1], PortionMessage(queries=tuple(given)))
-        for query in () if replica else map(self._queries.__getitem__, given):
-            is_taken = head.submit(query)
-            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
+            self._comm.send(self._heads[replica - 1], PortionMessage(
+                queries=tuple(given), arrival_s=arrival_s))
+        if not replica:
+            _submit(head, map(self._queries.__getitem__, given), arrival_s)
         head.expire()
+
+
+def _submit(head: Head, queries: Iterable[PreparedQuery], arrival_s: Sequence[float]) -> None:
+    """Submits requests that a replica is given. `arrival_s`: as in PortionMessage."""
+    for place, query in enumerate(queries):
+        is_taken = head.submit(query.arrived(arrival_s[place], head.clock()) if arrival_s
+                               else query)
+        assert is_taken, f"{query.id = } {query.reserve_tokens = }"
 
 
 class FromRankZero(Supply):
     """Supply and sink of another replica's head."""
 
     def __init__(self, comm: Comm, replica: int, query_of: Callable[[int], PreparedQuery], *,
-                 reports_lengths: bool = False) -> None:
-        """`query_of`: reads a request from the spool. `reports_lengths`: report active lengths."""
+                 reports_lengths: bool = False, note: str = "") -> None:
+        """`query_of`: reads a request from the spool. `reports_lengths`: report active lengths.
+        `note`: as of Supply, if requests arrive over time."""
+        self.note = note
         self._comm, self._replica, self._query_of = comm, replica, query_of
         self._reports_lengths = reports_lengths
         self._given = 0
@@ -290,12 +304,13 @@ class FromRankZero(Supply):
             self.hear(head, got[0])
             wait_s = 0.0
 
+    def arrive(self, head: Head) -> None:
+        if self.note:
+            self.look(head)
+
     def hear(self, head: Head, message: Message) -> None:
         assert isinstance(message, PortionMessage), f"{message = }"
-        for index in message.queries:
-            query = self._query_of(index)
-            is_taken = head.submit(query)
-            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
+        _submit(head, map(self._query_of, message.queries), message.arrival_s)
         self._given += len(message.queries)
         head.expire()
         self._is_last, self._is_to_stop = (self._is_last or message.is_last,

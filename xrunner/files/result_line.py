@@ -33,6 +33,8 @@ def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dic
     times: dict[str, float | None] = {
         "latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6),
         "ttft_s": round(result.ttft_s, 6), "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
+    if result.arrival_s is not None:
+        times["arrival_s"] = round(result.arrival_s, 6)
     if result.replica is not None:
         times["replica"] = result.replica
     if query.is_openai:

@@ -80,10 +80,11 @@ class RunSink:
         self.underway = Underway(plan.output)
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
         self._last_done_s: float | None = None
-        self._written_s = -_INTERVAL_S  # when progress.json was written
+        self._written_s = -math.inf  # when progress.json was written
         self._looked_s, self._is_to_stop = -math.inf, False
         self.launcher: LauncherLink | None = None  # set if the launcher follows output lengths
-        self.tally, self._parsed = Tally(), parsed
+        self.tally, self._parsed = Tally(plan.clock_s), parsed
+        self.on_end: Callable[[], None] = lambda: None  # called as a request ends
         self.deadlines, self.sharing = DeadlineTally(plan), SharingTally()
 
     def _token_text(self, token: int) -> str:
@@ -92,6 +93,7 @@ class RunSink:
         return self._tokenizer.token_text(token)
 
     def finished(self, result: FinishedQuery) -> None:
+        self.on_end()
         if self.deadlines.take(result):
             return
         self._writer.write(self._parsed(result))
@@ -125,26 +127,30 @@ class RunSink:
         """Number of results that wait for an earlier one."""
         return self._writer.num_held
 
-    def close(self, wall_s: float, state: str) -> None:
-        """Closes all files. `state`: "done" or "stopped"."""
+    def close(self, elapsed_s: float, state: str) -> None:
+        """Closes all files, `elapsed_s` by the run's clock. `state`: "done" or "stopped"."""
         if self.deadlines.expired:
             self._writer.leave_out(write_expired(self.output, self.deadlines.expired))
         self._writer.close()
         self.underway.close()
-        self._write_progress(wall_s, self.tally.output_tokens, state)
+        self._write_progress(elapsed_s, self.tally.output_tokens, state)
 
     def _write_progress(self, elapsed_s: float, output_tokens: int, state: str) -> None:
-        self._written_s = elapsed_s
+        self._written_s, began_s = elapsed_s, self.plan.clock_s
         p50, p99 = _p50_and_p99(self._latencies)
+        last_s = None if self._last_done_s is None else self._last_done_s - began_s
         write_progress(self.output / "progress.json", Progress(
             state=state, total=self._total, done=self._done_before + len(self.tally),
-            output_tokens=output_tokens, elapsed_s=elapsed_s, latency_p50_s=p50, latency_p99_s=p99,
-            done_before=self._done_before, last_done_s=self._last_done_s))
+            output_tokens=output_tokens, elapsed_s=elapsed_s - began_s, latency_p50_s=p50,
+            latency_p99_s=p99, done_before=self._done_before, last_done_s=last_s,
+            clock_s=elapsed_s if self.plan.arrives else 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A run's progress. Latencies are over the latest requests; None before the first is done."""
+    """A run's progress. Latencies are over the latest requests; None before the first is done.
+    `clock_s`: where the clock of a job stands whose requests arrive over time: it goes on from
+    there when the job does."""
 
     state: str  # "starting" | "loading" | "running" | "done" | "stopped"
     total: int
@@ -154,7 +160,8 @@ class Progress:
     latency_p50_s: float | None
     latency_p99_s: float | None
     done_before: int = 0  # of `done`: by earlier runs
-    last_done_s: float | None = None  # when the last request was done, by the run's clock
+    last_done_s: float | None = None  # `elapsed_s` when the last request was done
+    clock_s: float = 0.0
 
 
 STARTING = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
@@ -176,8 +183,9 @@ def read_progress(path: Path) -> Progress | None:
 
 
 class DeadlineTally:
-    """Counts of requests by their deadlines. `expired`: those that did not begin. `began_s`:
-    seconds from the job's first command to the run's first step."""
+    """Counts of requests by their deadlines, which count from the arrival where requests arrive
+    over time. `expired`: those that did not begin. `began_s`: seconds from the job's first command
+    to the run's first step."""
 
     def __init__(self, plan: RunPlan) -> None:
         spool = spool_of(plan.output)
@@ -193,7 +201,9 @@ class DeadlineTally:
         if self._deadlines_s is not None and math.isfinite(own_s := self._deadlines_s[index]):
             self._of += 1
             has_answer = result.finish_reason not in (EXPIRED, "error")
-            self._in_time += has_answer and bool(time.time() - self._plan.started_at <= own_s)
+            passed_s = (time.time() - self._plan.started_at if result.arrival_s is None
+                        else result.latency_s)
+            self._in_time += has_answer and bool(passed_s <= own_s)
         return is_expired
 
     @property
@@ -235,8 +245,10 @@ class SharingTally:
 class Tally:
     """Columns of figures of finished requests; ten million take 240 MB."""
 
-    def __init__(self) -> None:
-        # of each replica: requests, output tokens, and when its last one came
+    def __init__(self, began_s: float = 0.0) -> None:
+        """`began_s`: clock time at which the run began."""
+        self._began_s = began_s
+        # of each replica: requests, output tokens, and seconds to its last one
         self.replicas = defaultdict[int, tuple[int, int, float]](lambda: (0, 0, 0.0))
         self.num_failed = 0  # with an error instead of an answer
         self._times = {name: array("d") for name in TIMES}
@@ -244,7 +256,8 @@ class Tally:
     def add(self, result: FinishedQuery) -> None:
         queries, tokens, last_s = self.replicas[result.replica or 0]
         self.replicas[result.replica or 0] = (
-            queries + 1, tokens + len(result.output_ids), max(last_s, result.last_token_s))
+            queries + 1, tokens + len(result.output_ids), max(
+                last_s, result.last_token_s - self._began_s))
         self.num_failed += result.error is not None
         if not result.output_ids:
             return  # refused or failed at once: its times are meaningless

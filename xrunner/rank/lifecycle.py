@@ -89,13 +89,14 @@ def _end(error: XgptError, world: World | None, mark: str = "xgpt: ") -> int:
 
 
 class Stopwatch:
-    """Seconds since the run's common start, after every rank has loaded."""
+    """Seconds since the run's common start, after every rank has loaded, from `begins_s` on."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, begins_s: float = 0.0) -> None:
+        self._begins_s = begins_s
+        self.restart()
 
     def restart(self) -> None:
-        self._start = time.perf_counter()
+        self._start = time.perf_counter() - self._begins_s
 
     def __call__(self) -> float:
         return time.perf_counter() - self._start
@@ -104,7 +105,8 @@ class Stopwatch:
 def open_requests(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
     """(all requests, read on access; number of error records; requests answered by an earlier
     run)."""
-    write_progress(plan.output / "progress.json", replace(STARTING, state="loading"))
+    write_progress(plan.output / "progress.json", replace(
+        STARTING, state="loading", clock_s=plan.clock_s))
     spool, results = Spool(plan.output), plan.output / "results.jsonl"
     count_results(results)
     return SpooledQueries(spool, plan), spool.num_errors, answered(results)
@@ -141,10 +143,10 @@ def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     clock.restart()
     sink.deadlines.began_s = time.time() - sink.plan.started_at
     is_complete = run_to_end(head)
-    wall_s = clock()
+    wall_s = clock() - sink.plan.clock_s
     # requests left to the end of the job are not done
     state = "done" if is_complete and not sink.leaves_some else "stopped"
-    sink.close(wall_s, state)
+    sink.close(clock(), state)
     world.comm.flush()
     own = report()
     world.barrier()

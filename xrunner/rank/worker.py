@@ -25,6 +25,8 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
 from xrunner.comm.point_to_point import Comm
+from xrunner.engine.arrival_supplies import IDLE_NOTE, ArrivalsToReplicas, FromArrivals
+from xrunner.engine.arrivals import Arriving, RoutedArrivals
 from xrunner.engine.head import FromSpool, Head, PoolLink, Sink, Supply, run_to_end
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.pool_links import FromEncodePool, ToDecodePool
@@ -34,6 +36,7 @@ from xrunner.engine.running_rules import RunningRules
 from xrunner.files.deaths import Deaths
 from xrunner.files.forecasts import load_forecasts
 from xrunner.files.launcher_link import LauncherLink
+from xrunner.files.order_file import saved_arrivals
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink
 from xrunner.files.spooled_requests import SpooledQueries
@@ -50,6 +53,7 @@ from xrunner.rank.lifecycle import (
 )
 from xrunner.rank.loading import KeptWeights, Loaded, load
 from xrunner.rank.world import Replica, World, connect
+from xrunner.rules.arrival_routing import router_of
 from xrunner.rules.changes import Changeable
 from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.routing import Router, expected_tokens, window_of
@@ -71,7 +75,7 @@ def work(plan: RunPlan, world: World, load: Load) -> None:
     """Does this rank's part of one run. `load`: loads its part of the model."""
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
-    clock = Stopwatch()
+    clock = Stopwatch(plan.clock_s)
     if world.comm.rank == 0:
         _lead(plan, schedule, world, clock, load)
         return
@@ -117,7 +121,8 @@ def _replica_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
     spool = Spool(plan.output)
     tells = plan.is_watched and _reports_lengths(schedule)
     supply = FromRankZero(world.comm, loaded.replica.number,
-                          SpooledQueries(spool, plan).__getitem__, reports_lengths=tells)
+                          SpooledQueries(spool, plan).__getitem__, reports_lengths=tells,
+                          note=IDLE_NOTE if plan.arrives else "")
     head = _head_of(plan, world, loaded, clock, supply, _link(world.comm, loaded, supply))
     head.requests.extent = _extent(spool, Answered(0, frozenset()))
     head.start()
@@ -159,11 +164,11 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     sink = RunSink(plan, num_queries=len(queries), before=before, parsed=loaded.parsed)
     order = run_order(len(queries), plan, before)
     num_left = len(queries) - before.total - len(plan.aside)
-    others = _other_replicas(plan, loaded.replicas, world.comm, sink, queries, order,
-                             may_die=loaded.may_die)
-    supply = others or FromSpool(
+    others = _other_replicas(plan, loaded, world.comm, sink, queries, order, clock)
+    supply = others or (FromArrivals(
+        queries, _arriving(plan, order, len(queries), clock, sink)) if plan.arrives else FromSpool(
         queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
-        begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None)
+        begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None))
     head = _head_of(plan, world, loaded, clock, others or sink, _link(world.comm, loaded, supply))
     sink.sharing.prefixes = _shared_prefixes(plan, Spool(plan.output))
     if plan.is_watched:
@@ -177,7 +182,8 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     head.requests.extent = _extent(Spool(plan.output), before)
     if others is None:
         head.requests.on_begin = sink.underway.begin
-        supply.look(head)
+        if not plan.arrives:  # its clock begins with the ranks' common start
+            supply.look(head)
     else:
         others.start(head)
     head.start()
@@ -190,11 +196,21 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
             num_errors=num_errors)
 
 
-def _other_replicas(plan: RunPlan, replicas: Sequence[Replica], comm: Comm, sink: RunSink,
-                    queries: Sequence[PreparedQuery], order: Iterator[int], *,
-                    may_die: bool) -> ToReplicas | None:
-    """Rank 0's link to the other replicas; None if there is one only. `may_die`: what executes
-    their steps may, and starts again."""
+def _arriving(plan: RunPlan, order: Iterator[int], count: int, clock: Stopwatch,
+              sink: RunSink) -> Arriving:
+    """The requests to come of a job of `count`, in the order of their arrival."""
+    arriving = Arriving(
+        order, clock, concurrency=plan.concurrency, begins_s=plan.clock_s,
+        arrival_s=None if plan.concurrency else saved_arrivals(plan.output, count))
+    sink.on_end = arriving.answered
+    return arriving
+
+
+def _other_replicas(plan: RunPlan, loaded: Loaded, comm: Comm, sink: RunSink,
+                    queries: Sequence[PreparedQuery], order: Iterator[int],
+                    clock: Stopwatch) -> ToReplicas | None:
+    """Rank 0's link to the other replicas; None if there is one only."""
+    replicas = loaded.replicas
     if len(replicas) == 1:
         return None
     spool, places = Spool(plan.output), array("q", order)
@@ -203,12 +219,18 @@ def _other_replicas(plan: RunPlan, replicas: Sequence[Replica], comm: Comm, sink
     rows = np.array(places, np.int64)
     tokens = expected_tokens(spool.input_tokens[rows], spool.most_outputs[rows],
                              plan.mean_output_tokens, is_forced[rows])
-    prefixes = _shared_prefixes(plan, spool)
-    router = Router(tokens, windows=[window_of(replica.estimate) for replica in replicas],
+    prefixes, windows = _shared_prefixes(plan, spool), [
+        window_of(replica.estimate) for replica in replicas]
+    deaths = Deaths(plan) if loaded.may_die else None
+    if plan.arrives:
+        rule = router_of(plan.routing, tokens=tokens, windows=windows, seed=plan.seed)
+        arriving = _arriving(plan, iter(places), len(queries), clock, sink)
+        return ArrivalsToReplicas(comm, sink, RoutedArrivals(rule, arriving, places, windows),
+                                  queries, places, replicas, deaths)
+    router = Router(tokens, windows=windows,
                     speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
                     routing=plan.routing, prefixes=None if prefixes is None else prefixes[rows])
-    return ToReplicas(comm, sink, router, queries, places, replicas,
-                      Deaths(plan) if may_die else None)
+    return ToReplicas(comm, sink, router, queries, places, replicas, deaths)
 
 
 def _reports_lengths(schedule: Schedule) -> bool:

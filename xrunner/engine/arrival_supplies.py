@@ -1,0 +1,78 @@
+"""Supplies of heads whose requests arrive over time: none is handed on before it arrives, and an
+idle head sleeps until the next arrival or message."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from xrunner.comm.point_to_point import Comm
+from xrunner.engine.arrivals import Arriving, RoutedArrivals
+from xrunner.engine.head import Head, Supply
+from xrunner.engine.replicas import ToReplicas
+from xrunner.files.deaths import Deaths
+from xrunner.files.sink import RunSink
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rank.world import Replica
+
+IDLE_NOTE = "waiting for requests to arrive"
+
+
+class FromArrivals(Supply):
+    """Supply of a job's only head."""
+
+    note = IDLE_NOTE
+
+    def __init__(self, queries: Sequence[PreparedQuery], arriving: Arriving,
+                 sleep: Callable[[float], None] = time.sleep) -> None:
+        """`queries`: the job's, by index, read on access."""
+        self._queries, self._arriving, self._sleep = queries, arriving, sleep
+
+    @property
+    def is_open(self) -> bool:
+        return not self._arriving.is_empty
+
+    @property
+    def next_in_s(self) -> float:
+        return self._arriving.wait_s
+
+    def look(self, head: Head, wait_s: float = 0.0) -> None:
+        if wait_s:
+            self._sleep(wait_s)
+        for index, at_s in self._arriving.due():
+            query = self._queries[index].arrived(at_s, self._arriving.clock())
+            is_taken = head.submit(query)
+            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
+
+    def arrive(self, head: Head) -> None:
+        self.look(head)
+
+    def close(self, head: Head) -> bool:
+        return self._arriving.is_empty
+
+
+class ArrivalsToReplicas(ToReplicas):
+    """Rank 0's supply of several replicas' heads."""
+
+    note = IDLE_NOTE
+
+    def __init__(self, comm: Comm, sink: RunSink, router: RoutedArrivals,
+                 queries: Sequence[PreparedQuery], order: Sequence[int],
+                 replicas: Sequence[Replica], deaths: Deaths | None = None) -> None:
+        super().__init__(comm, sink, router, queries, order, replicas, deaths)
+        self._arrivals, self.arrived_s = router, router.arrived_s
+
+    @property
+    def next_in_s(self) -> float:
+        return self._arrivals.arriving.wait_s
+
+    def look(self, head: Head, wait_s: float = 0.0) -> None:
+        super().look(head, wait_s)
+        self._arrivals.route(lambda: [account.load for account in self._accounts],
+                             partial(self._top_up, head))
+
+    def arrive(self, head: Head) -> None:
+        self.look(head)
+
+    def finished(self, result: FinishedQuery) -> None:
+        super().finished(result)
+        self._arrivals.note_done(result.replica or 0, result.query.index)
