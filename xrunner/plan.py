@@ -87,8 +87,8 @@ class Execution:
     expires_s: float | None = None
     stage_model: str = "off"  # xrunner.checkpoint.staging
     offload: str = ""  # folder of what placements keep on disk; "": there is none
-    arrives: bool = False  # requests arrive over time, at those of arrivals.npy or
-    concurrency: int = 0  # from so many clients, each of which waits for its answer
+    arrives: bool = False  # requests arrive over time, at the spool's times
+    concurrency: int = 0  # or from so many clients, who each wait for their answer
     clock_s: float = 0.0  # where the clock of arrivals begins: where an earlier run stopped
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
 

@@ -72,7 +72,6 @@ def _wrong(job: Job, own: ArrivalSpec, reading: Reading) -> Iterator[tuple[objec
         "needs workload.requests to be a file, with arrival_s in each line")
 
     yield value_of("constraint.kind") == "sequence", "constraint.kind", f"queries {_BESIDE}"
-    yield job.constraint.on_deadline == "stop", "constraint.on_deadline", f"finish {_BESIDE}"
     yield job.constraint.attainment == 1, "constraint.attainment", (
         f"above 0 and below 1 {_BESIDE}")
     for key in ("", "ttft_s.", "tpot_s.", "queueing_s.") if job.constraint.attainment else ():

@@ -133,8 +133,9 @@ def ending_recorded(output: Path) -> Iterator[None]:
     """Records how a run ends, for commands that ask later. progress.json says that it starts, and
     that it was stopped; a failure becomes the last line of messages.log."""
     shutil.rmtree(output / HEARTBEATS, ignore_errors=True)  # of ranks of an earlier run
+    before = read_progress(output / "progress.json") or STARTING
     with suppress(OSError):  # reported where results are written
-        write_progress(output / "progress.json", STARTING)
+        write_progress(output / "progress.json", replace(STARTING, clock_s=before.clock_s))
     try:
         yield
     except (StoppedEarly, KeyboardInterrupt):

@@ -1,7 +1,6 @@
-"""order.npy: the order in which a run takes its requests, int64 [requests], little-endian.
-arrivals.npy: when they arrive, by the run's clock, float64 [requests]. Both are made once, as the
-run begins; a resume goes by them whatever is planned by then. Without order.npy the order is the
-input's."""
+"""order.npy: the order in which a run takes its requests, int64 [requests], little-endian. It is
+made once, as the run begins; a resume goes by it whatever is planned by then. Without the file the
+order is the input's."""
 
 import os
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import IntArray
 from xgpt.core.system.whole_file import sync_folder, temporary_of
 
-ORDER_FILE, ARRIVALS_FILE = "order.npy", "arrivals.npy"
+ORDER_FILE = "order.npy"
 _AT_A_TIME = 2**16  # chosen
 
 
@@ -23,39 +22,13 @@ def save_order(output: Path, order: IntArray) -> None:
     if (order == np.arange(len(order))).all():
         path.unlink(missing_ok=True)
         return
-    _save(path, order.astype("<i8"))
-
-
-def save_arrivals(output: Path, arrival_s: FloatArray | None) -> None:
-    """Writes the arrivals of a new run, durably; removes the file if its requests do not arrive at
-    times of their own."""
-    if arrival_s is None:
-        (output / ARRIVALS_FILE).unlink(missing_ok=True)
-    else:
-        _save(output / ARRIVALS_FILE, arrival_s.astype("<f8"))
-
-
-def saved_arrivals(output: Path, num_queries: int) -> FloatArray:
-    """[requests] seconds of the run's clock. Raises XgptError for a file without one of each."""
-    path = output / ARRIVALS_FILE
-    try:
-        arrival_s: FloatArray = np.load(path)
-        if arrival_s.shape == (num_queries,) and np.isfinite(arrival_s).all():
-            return arrival_s
-    except (OSError, ValueError, EOFError, TypeError):
-        pass
-    raise XgptError(f"{path} has no time of each of the {num_queries} requests: `xgpt submit "
-                    "--again` starts again, and keeps the answers")
-
-
-def _save(path: Path, column: IntArray | FloatArray) -> None:
     temporary = temporary_of(path)
     with temporary.open("wb") as file:
-        np.save(file, column)
+        np.save(file, order.astype("<i8"))
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync_folder(output)
 
 
 def saved_order(output: Path, num_queries: int) -> Iterator[int]:

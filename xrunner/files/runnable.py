@@ -39,7 +39,7 @@ def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: M
                   arrival_s: FloatArray | None = None) -> IntArray:
     """Saves the requests that can run to the output folder's spool, the others to errors.jsonl.
     Returns the indices of the first, [queries]. `arrival_s`: when each arrives, [requests] seconds
-    from the job's start; deadlines then count from there."""
+    by the run's clock, or [queries]; deadlines then count from there."""
     queries, why = runnable(requests, plan, spec)
     errors = errors_of(requests, spool, why)
     write_errors(plan.output / "errors.jsonl", errors, requests.labels)
@@ -49,9 +49,8 @@ def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: M
                 for one in range(first, first + record.choices)]
     queries = queries[~np.isin(queries[:, 0], left_out)]
     deadlines_s = in_seconds(requests.deadlines_s, queries[:, 0], plan.deadline_s, plan.started_at)
-    own_s = None if arrival_s is None else arrival_s[queries[:, 0]]
-    if own_s is not None and deadlines_s is not None:
-        deadlines_s = deadlines_s + own_s
+    own_s = arrival_s if arrival_s is None or len(arrival_s) == len(queries) else (
+        arrival_s[queries[:, 0]])
     spool.save(plan.output, queries, len(errors), requests.labels, deadlines_s,
                None if requests.prefixes is None else requests.prefixes[queries[:, 0]], own_s)
     return queries[:, 0]

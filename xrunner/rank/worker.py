@@ -36,7 +36,6 @@ from xrunner.engine.running_rules import RunningRules
 from xrunner.files.deaths import Deaths
 from xrunner.files.forecasts import load_forecasts
 from xrunner.files.launcher_link import LauncherLink
-from xrunner.files.order_file import saved_arrivals
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink
 from xrunner.files.spooled_requests import SpooledQueries
@@ -166,7 +165,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     num_left = len(queries) - before.total - len(plan.aside)
     others = _other_replicas(plan, loaded, world.comm, sink, queries, order, clock)
     supply = others or (FromArrivals(
-        queries, _arriving(plan, order, len(queries), clock, sink)) if plan.arrives else FromSpool(
+        queries, _arriving(plan, order, clock, sink)) if plan.arrives else FromSpool(
         queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
         begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None))
     head = _head_of(plan, world, loaded, clock, others or sink, _link(world.comm, loaded, supply))
@@ -196,12 +195,10 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
             num_errors=num_errors)
 
 
-def _arriving(plan: RunPlan, order: Iterator[int], count: int, clock: Stopwatch,
-              sink: RunSink) -> Arriving:
-    """The requests to come of a job of `count`, in the order of their arrival."""
-    arriving = Arriving(
-        order, clock, concurrency=plan.concurrency, begins_s=plan.clock_s,
-        arrival_s=None if plan.concurrency else saved_arrivals(plan.output, count))
+def _arriving(plan: RunPlan, order: Iterator[int], clock: Stopwatch, sink: RunSink) -> Arriving:
+    """The requests to come, in the order of their arrival."""
+    arriving = Arriving(order, clock, concurrency=plan.concurrency, begins_s=plan.clock_s,
+                        arrival_s=Spool(plan.output).arrival_s)
     sink.on_end = arriving.answered
     return arriving
 
@@ -224,7 +221,7 @@ def _other_replicas(plan: RunPlan, loaded: Loaded, comm: Comm, sink: RunSink,
     deaths = Deaths(plan) if loaded.may_die else None
     if plan.arrives:
         rule = router_of(plan.routing, tokens=tokens, windows=windows, seed=plan.seed)
-        arriving = _arriving(plan, iter(places), len(queries), clock, sink)
+        arriving = _arriving(plan, iter(places), clock, sink)
         return ArrivalsToReplicas(comm, sink, RoutedArrivals(rule, arriving, places, windows),
                                   queries, places, replicas, deaths)
     router = Router(tokens, windows=windows,

@@ -89,13 +89,13 @@ def test_all_mistakes_of_arrivals_are_told_at_once(tmp_path):
     found = refused(
         tmp_path, "workload:", "  arrivals: {rate: 0, cv: 2, concurrency: 3}", "  task: S",
         "constraint: {kind: sequence, makespan_s: 9, attainment: 1, quantile: 0.9, ",
-        "  on_deadline: stop, disk: 1 TB}",
+        "  disk: 1 TB}",
         "schedule: {order: random, window: 9}",
         "tiers: {disk: {memory: 1 TB, up: 3 GB, down: 1 GB}}",
         "run: {engine: deepspeed, offload: /tmp/x}", "objective: cost")
     assert found["workload.arrivals.rate"] == (4, 0, "requests/s > 0")
     assert {"workload.arrivals.cv", "constraint.kind", "constraint.makespan_s",
-            "constraint.attainment", "constraint.quantile", "constraint.on_deadline",
+            "constraint.attainment", "constraint.quantile",
             "constraint.disk", "schedule.order", "schedule.window", "tiers",
             "run.engine", "run.offload"} <= {*found}
     assert "deepspeed" in found["run.engine"][2]

@@ -177,11 +177,12 @@ def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
     """Makes the rescheduler of a run; None where the job wants none, there is nothing to observe
-    or to change, or bytes lie below the devices."""
+    or to change, requests arrive over time, or bytes lie below the devices."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     thresholds = _thresholds(opened, estimate.policy)
-    if thresholds == _Thresholds() or estimate.deployment.decoding.placement is not None:
-        return None  # a placement's budgets are those of its block
+    if thresholds == _Thresholds() or estimate.deployment.decoding.placement is not None or (
+            problem.arrivals is not None):
+        return None  # a placement's budgets are those of its block, a service's plan is no job's
     longest = problem.lengths.inputs.max + problem.lengths.outputs.max
     if (known := problem.queries) is not None:  # longer ones become error records
         held = known.reserves[known.reserves <= estimate.longest_query]

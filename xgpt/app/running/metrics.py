@@ -18,6 +18,7 @@ import numpy as np
 from xgpt.app.opened_job import OpenedJob
 from xgpt.app.running.deadlines import deadline_facts
 from xgpt.app.running.forecast_figures import forecast_figures
+from xgpt.app.running.predictions import for_lengths
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem, QueryLengths
@@ -44,7 +45,7 @@ from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import cache_dir
 from xrunner.files.heartbeat import ReportedStep
 from xrunner.plan import AGREEMENT_FILE, RunPlan
-from xscheduler.evaluator import in_run_order, job_lengths, predict
+from xscheduler.evaluator import in_run_order, job_lengths
 from xscheduler.live.step_monitor import KINDS, Ratio, Ratios
 from xsimulator.memory import kv_bytes
 from xsimulator.replay.job import Replayer
@@ -66,18 +67,21 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     metrics.json: each measured figure beside its prediction (None where there is none), the keys in
     `own`, and the causes of the difference. `timing`, `schedule`: where they are known. `learned`:
     words for what the run added to the profile."""
-    output, tell, after = opened.job.output, opened.tell, None
+    output, tell, after, replayed = opened.job.output, opened.tell, None, None
     read = read_output(output, MAX_ANSWERS)  # once: ten million queries take much memory
-    if prediction is not None and timing and schedule:
-        after = _for_lengths(opened.problem, timing, schedule, read)
+    is_service = opened.problem.arrivals is not None
+    if (prediction is not None or is_service) and timing and schedule and (
+            found := for_lengths(opened.problem, timing, schedule, read)):
+        after, replayed = found
     expected = after or prediction
     metrics = {**_measured_beside_predicted(opened, schedule, measured, expected),
                **deadline_facts(measured, expected), **replica_facts(measured, expected),
-               **service_facts(read.queries, schedule),
+               **service_facts(read.queries, schedule, replayed),
                "is_predicted_for_lengths": after is not None, **own}
     # a replay of the first schedule says nothing about a run that changed it
     why = attribute(opened.problem, timing, schedule, output, prediction.wall_s) if (
-        prediction is not None and not measured["changes"] and timing and schedule) else None
+        prediction is not None and not measured["changes"] and timing and schedule
+        and not is_service) else None
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     forecasts = forecast_figures(output, read.queries)
     metrics["forecast"] = None if forecasts is None else {
@@ -103,22 +107,6 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     tell.detail(summary_table(metrics, (
         *(check.sentence for check in checks if check.is_kept is not None), *notes)))
     return metrics
-
-
-def _for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
-                 output: Output) -> JobPrediction | None:
-    """Predicts, by the output lengths of this run, a job that was planned as if every answer had
-    its maximum length; None for any other job, or if some requests were not run."""
-    known = problem.queries
-    if not problem.observes or known is None or len(output.queries) != len(known.inputs):
-        return None
-    came = np.maximum(output.queries.counts("output_tokens"), 1)
-    found = replace(problem, observes=False, queries=known.that_became(
-        np.minimum(came, known.most_outputs)))
-    try:
-        return predict(found, timing, schedule.estimate, replays=1)
-    except XgptError:  # times that the profile refuses
-        return None
 
 
 def _report(left: Output) -> str:

@@ -12,6 +12,7 @@ from xgpt.app.teller import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import write_json
@@ -230,7 +231,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
     if queries is not None:
         query_tokens = min(query_tokens, int(queries.reserves.max(initial=1)))
         most_input = 0 if most_input >= queries.inputs.max(initial=1) else most_input
-    run = job.run
+    run, arrivals = job.run, opened.problem.arrivals
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=str(job.workload.requests or "synthetic"),
@@ -243,11 +244,11 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, stop=run.stop,
         ignore_eos=run.ignore_eos, threads_per_rank=threads_per_rank(job, opened.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=run.engine,
-        started_at=opened.started.timestamp(),
-        deadline_s=opened.problem.constraint.limit_s("deadline"),
-        routing=job.adjustment.routing,
+        started_at=opened.started.timestamp(), arrives=arrivals is not None,
+        concurrency=(arrivals and arrivals.concurrency) or 0, routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
+        deadline_s=opened.problem.constraint.limit_s("deadline"),
         kv_in_blocks=run.engine == OWN_ENGINE and estimate is not None and uses_kv_blocks(
             opened, estimate),
         shares_prefixes=estimate is not None and shares_prefixes(opened.problem, estimate),
@@ -347,21 +348,24 @@ def keep_earlier_results(output: Path, plan: RunPlan, tell: Teller, table: Path 
 
 
 def save_requests(opened: OpenedJob, plan: RunPlan, schedule: Schedule, requests: Requests,
-                  spool: SpoolWriter, *, is_continued: bool) -> None:
-    """Saves the requests that can run, and the forecasts and order of a run that is not
-    continued."""
+                  spool: SpoolWriter, arrival_s: FloatArray | None, *, is_continued: bool) -> bool:
+    """Saves the requests that can run, and the forecasts and order of a new run. Returns whether
+    there are answers of an earlier one. `arrival_s`: [requests]; a continued run keeps its own."""
     problem, tell = opened.problem, opened.tell
-    rows = save_runnable(requests, spool, plan, problem.model)
+    is_continued = is_continued and answered(plan.output / RESULTS_FILE).total > 0
+    if is_continued and (begun := spool_of(plan.output)) and begun.arrival_s is not None:
+        arrival_s = begun.arrival_s
+    rows = save_runnable(requests, spool, plan, problem.model, arrival_s)
     queries = query_lengths(requests, problem.default_max_tokens, problem.model)
     assert queries is not None, "a run tokenises its requests"
-    is_continued = is_continued and answered(plan.output / RESULTS_FILE).total > 0
     if note := keep_forecasts(plan.output, problem, queries, rows, is_continued=is_continued):
         tell.say(paragraph(note))
     if not is_continued:
         own = with_forecasts(problem.queries or queries, problem,
                              problem.adjustment.admission.forecast)
-        save_order(plan.output, run_order(schedule.order, schedule.window, own.take(rows),
-                                          problem.seed))
+        order = schedule.order if problem.arrivals is None else "input"  # that of the arrivals
+        save_order(plan.output, run_order(order, schedule.window, own.take(rows), problem.seed))
+    return is_continued
 
 
 def _refuse_another_job(output: Path, plan: RunPlan) -> None:

@@ -87,6 +87,7 @@ def adopt_results(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     prediction = None
     # by another schedule or other times it would not be the prediction of this run
     if executed and schedule and timing and measured["stages"] and (
+            opened.problem.arrivals is None) and (
             engine_of(opened.job).is_predicted and _executed(executed) == _executed(schedule)):
         prediction = predict(opened.problem, timing, executed.estimate)
     metrics = write_metrics(opened, timing, executed, measured, prediction, others_cpu_share=None,

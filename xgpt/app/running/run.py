@@ -1,14 +1,12 @@
 """Executes a schedule: prepares the run, starts the ranks, follows them, and writes the metrics."""
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from xgpt.app.opened_job import OpenedJob, open_job, refuse_if_none_can_run
@@ -24,6 +22,7 @@ from xgpt.app.running.follow import (
     rescheduler_of,
 )
 from xgpt.app.running.metrics import agreement_of, learn, write_metrics
+from xgpt.app.running.predictions import arrival_times, predicted
 from xgpt.app.running.prepare import (
     check_model,
     continued_plan,
@@ -42,7 +41,6 @@ from xgpt.app.schedule import Plan, executable
 from xgpt.app.teller import KeptTeller, Teller, file_errors_named, tell_run
 from xgpt.app.tiers import refuse_folder
 from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.core.system.machine import Contention
 from xgpt.job.job import Job
@@ -63,10 +61,8 @@ from xgpt.report.words import counted
 from xgpt.requests.spool import num_queries
 from xgpt.run_folder.files import RESULTS_FILE, ending_recorded, job_facts
 from xgpt.run_folder.state import State, state_left
-from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
-from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
 from xrunner.files.deaths import Deaths
 from xrunner.files.expired import num_expired
@@ -74,12 +70,10 @@ from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
 from xrunner.files.results import HELD_FILE
+from xrunner.files.sink import read_progress
 from xrunner.offload.report import offload_figures
-from xrunner.plan import weights_key
-from xscheduler.evaluator import replays_of
+from xrunner.plan import RunPlan, weights_key
 from xscheduler.fallback import initial_reason
-from xsimulator.replay.prediction import JobPrediction, mean_prediction
-from xsimulator.replay.records import ReplayResult
 
 
 def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
@@ -157,7 +151,7 @@ class Run:
         if StopRequest(self.output).is_made:  # while the job was profiled and planned
             raise _stopped("asked to stop before the ranks started; the same command goes on",
                            job_facts(opened.job))
-        self._prediction, first, why = _predicted(opened, self.timing, schedule)
+        self._prediction, first, why = predicted(opened, self.timing, schedule)
         assert opened.files is not None, "a run needs the model's files"
         self.tell.say(begin_screen(
             opened.problem, schedule, self._prediction or why,
@@ -169,8 +163,10 @@ class Run:
         is_continued = keep_earlier_results(self.output, plan, self.tell, opened.job.results,
                                             self._spool)
         expired = keep_start(opened)
-        save_requests(opened, plan, schedule, self._requests, self._spool,
-                      is_continued=is_continued)
+        arrival_s = arrival_times(opened.job, opened.problem, schedule, len(self._requests.caps))
+        if save_requests(opened, plan, schedule, self._requests, self._spool, arrival_s,
+                         is_continued=is_continued):
+            plan = self._with_clock(plan)
         if not num_queries(self.output):  # the schedule holds none of them
             refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
         self.plan = plan = with_expiry(opened, plan, expired)
@@ -189,7 +185,8 @@ class Run:
         """Starts the ranks, and follows them to their end. Raises StoppedEarly, XgptError."""
         # only the first start: observations before a death do not count for later ones
         own = self._rescheduler if leg.is_first else None
-        plan = replace(self.plan, aside=leg.aside, is_watched=own is not None,
+        plan = self.plan if leg.is_first else self._with_clock(self.plan)
+        plan = replace(plan, aside=leg.aside, is_watched=own is not None,
                        restarts=leg.restarts)
         run_file, job, problem = plan.save(), self.opened.job, self.opened.problem
         (self.output / "measured.json").unlink(missing_ok=True)
@@ -216,6 +213,11 @@ class Run:
                 for name in (OBSERVED_FILE, ADJUST_FILE):
                     (self.output / name).unlink(missing_ok=True)
             shutil.rmtree(self.output / HEARTBEATS, ignore_errors=True)  # measured.json has it all
+
+    def _with_clock(self, plan: RunPlan) -> RunPlan:
+        """Returns `plan` with the clock of arrivals as the ranks' last start left it."""
+        progress = read_progress(self.output / "progress.json")
+        return replace(plan, clock_s=0.0 if progress is None else progress.clock_s)
 
     def follow(self, guard: Guard, rescheduler: Rescheduler | None) -> None:
         """Checks the ranks while they work; called often. Raises StoppedEarly, RanksHang or
@@ -283,24 +285,3 @@ def _stopped(why: str, details: Mapping[str, Any]) -> StoppedEarly:
     stop = StoppedEarly(why)
     stop.details = details
     return stop
-
-
-def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
-               ) -> tuple[JobPrediction | None, ReplayResult | None, str]:
-    """The run's predicted metrics, one replay of all its queries, and "" ; without a prediction the
-    reason in words."""
-    if (beginning := initial_reason(schedule)) is not None:
-        return None, None, beginning
-    if not engine_of(opened.job).is_predicted:
-        return None, None, f"the step times of {opened.job.run.engine} are not known"
-    replayed = replays_of(opened.problem, timing, schedule.estimate)
-    if replayed is None:
-        return None, None, "no request of the job can run"
-    first = next(replayed.results)
-    prediction = mean_prediction(chain([first], replayed.results), replayed.num_queries,
-                                 replayed.deadlines_s, replayed.load_s) if first.is_timed else None
-    if prediction is None or not math.isfinite(prediction.wall_s):
-        return None, None, (f"it may take steps of more than {REFUSED_BEYOND:g} times the sizes "
-                            "that were measured (`xgpt profile JOB` measures more)")
-    # curves of a sample of the queries are not those of all
-    return prediction, first if replayed.is_whole else None, ""
