@@ -246,9 +246,9 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=run.engine,
         started_at=opened.started.timestamp(), arrives=arrivals is not None,
         concurrency=(arrivals and arrivals.concurrency) or 0, routing=job.adjustment.routing,
-        mean_output_tokens=opened.problem.lengths.outputs.mean,
-        device_kind=opened.problem.cluster.device.kind,
-        deadline_s=opened.problem.constraint.limit_s("deadline"),
+        mean_output_tokens=opened.problem.lengths.outputs.mean, private=run.private,
+        device_kind=opened.problem.cluster.device.kind, sync_s=run.sync_s,
+        deadline_s=opened.problem.constraint.limit_s("deadline"), deterministic=run.deterministic,
         kv_in_blocks=run.engine == OWN_ENGINE and estimate is not None and uses_kv_blocks(
             opened, estimate),
         shares_prefixes=estimate is not None and shares_prefixes(opened.problem, estimate),
@@ -258,7 +258,6 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
         engine_python=run.engine_python or "", stall_timeout_s=run.stall_timeout_s,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
-        deterministic=run.deterministic, private=run.private, sync_s=run.sync_s,
         stage_model=run.stage_model if run.weights == "checkpoint" else "off")
 
 
