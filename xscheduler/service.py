@@ -70,11 +70,12 @@ class Candidate:
     capacity_qps: float | None = None  # None: below that of the best at its time
     tried_qps: float = 0.0  # the rate that would have beaten the best; it used so much there
     used: Used | None = None
+    given: Estimate | None = None  # one replica, whatever its point is
 
     @cached_property
     def estimate(self) -> Estimate:
         """All its replicas, with the figures of their steady state."""
-        one = self.cell.formula.estimate(self.cell.plan, self.point)
+        one = self.given or self.cell.formula.estimate(self.cell.plan, self.point)
         found = self.replays.of(one, num_checked_queries(self.cell.problem, one))
         return found.shown(self.cell.problem).in_copies(self.copies)
 
@@ -205,6 +206,19 @@ class ServiceSearch:
         return Trials(replay=candidate.replay, load=load or self.load, requests=self.requests,
                       saturated_qps=candidate.saturated_qps, slower=candidate.slower,
                       constraint=self.problem.constraint, most_longer=most_longer)
+
+    def of(self, given: Estimate) -> Candidate:
+        """The candidate of a given estimate. Raises StopIteration if no replica of the job may have
+        as many devices."""
+        own = given.deployment
+        cell, replays = next(pair for pair in self.cells if (
+            pair[0].problem.cluster.num_devices == own.devices_per_replica))
+        found = Candidate(cell=cell, replays=replays, point=(), estimated_qps=0.0,
+                          copies=own.replicas, clocks=self._clocks[id(replays)],
+                          given=given.one_copy)
+        if self.has_margin and found.saturated_qps:
+            found.slower = self._margins.margin(found.estimate.one_copy).timing
+        return found
 
     def _consider(self, candidate: Candidate, to_beat: float) -> bool:
         """Replays a candidate unless a bound gives it up; returns whether it was replayed. Its

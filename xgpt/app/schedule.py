@@ -1,5 +1,5 @@
 """Plans a job: finds its best schedule that its engine can execute, and the best layout of this
-machine's cores (numbers of ranks and of threads per rank) or size of its cluster."""
+machine's cores (ranks, threads per rank) or size of its cluster."""
 
 import math
 from collections.abc import Iterator
@@ -128,10 +128,11 @@ class Plan(Printed):
                 f"{schedule.figures.throughput_qps:.4g} requests/s in steady state>")
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame of the chosen schedule and its alternatives, a row each: name, steady
-        throughput_qps, latency_s, reason. Raises MissingExtraError without pandas."""
-        figures = self.schedule.figures
-        chosen = {"name": self.schedule.estimate.policy, "throughput_qps": figures.throughput_qps,
+        """A pandas.DataFrame of the chosen schedule and its alternatives: name, throughput_qps (of
+        a service its capacity), latency_s, reason. Raises MissingExtraError without pandas."""
+        figures, served = self.schedule.figures, self.schedule.served
+        rate = figures.throughput_qps if served is None else served.capacity.qps
+        chosen = {"name": self.schedule.estimate.policy, "throughput_qps": rate,
                   "latency_s": figures.latency_s, "reason": "chosen"}
         return frame([chosen, *(
             {"name": row.name, "throughput_qps": row.throughput_qps, "latency_s": row.latency_s,
@@ -152,16 +153,15 @@ class Plan(Printed):
 
     @cached_property
     def prediction(self) -> JobPrediction | None:
-        """Prediction for the job's own queries without loading; None for the steady horizon, an
-        unknown number of queries, or a service, whose duration follows its arrivals."""
+        """Prediction for the job's own queries without loading; None for the steady horizon, a
+        service, or an unknown number of queries."""
         if self.horizon == "steady" or self.schedule.served is not None:
             return None
         return predict(self.opened.problem, self.timing, self.schedule.estimate, replays=1)
 
     @cached_property
     def by_engine(self) -> list[tuple[str, float]]:
-        """Names of other engines (vLLM with fp8 weights too) and the seconds that the job takes by
-        their computed times, where these differ."""
+        """Names of other engines, and the seconds that the job takes by their computed times."""
         own, problem = self.prediction, self.opened.problem
         if own is None or not isinstance(self.timing, Roofline) or problem.model.split.is_asked or (
                 self.schedule.placed is not None):  # which other engines do not execute
@@ -193,11 +193,11 @@ class JobPlanner:
     def __init__(self, opened: OpenedJob, options: PlanOptions | None = None,
                  timing: TimingSource | None = None) -> None:
         """Measures step times of this machine that are not known; `timing`: times to use instead,
-        for a job with one layout. Raises InfeasibleError for weights that do not fit on all devices
-        together."""
+        for a job with one layout. Raises InfeasibleError for weights that fit on no devices."""
         opened = executable(opened)
         self._objective = opened.problem.constraint.objective
-        self._options = options or PlanOptions(horizon=default_horizon(opened.job))
+        self._options = replace(options or PlanOptions(horizon=default_horizon(opened.job)),
+                                requests=opened.job.search_queries)
         self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
         self._jobs = {layout_of(opened): opened} if timing is not None else by_layout(opened)
         self._is_timed = timing is not None or is_sized(opened.problem)  # whatever its tiers

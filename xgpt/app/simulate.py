@@ -15,7 +15,7 @@ from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError
 from xgpt.core.policies import able_policies, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds
 from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, write_image
@@ -30,9 +30,11 @@ from xprofiler.timing import TimingSource
 from xrunner.backends.engine import mistake
 from xscheduler.evaluator import in_run_order, job_lengths
 from xscheduler.planner import PlanOptions
+from xscheduler.progress import Watch
 from xscheduler.replays import Replays
 from xscheduler.replicas import problem_of_replica, replica_problems
 from xscheduler.search import SURE
+from xscheduler.service_planner import ServicePlanner
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.prediction import num_checked_queries, sample_job, steady_queries
@@ -149,6 +151,9 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
     """Simulates the estimate `given`; None: the schedule of the job's control variables, or its
     plan where it has none. Raises InputError for control variables that are incomplete, or sizes
     far beyond the profile's."""
+    if opened.problem.arrivals is not None:
+        raise InputError([mistake(opened.job, "workload.arrivals", None, "none in this call: plan "
+                                  "the job, or take `xgpt simulate`, for figures of a service")])
     if given is None and _is_planned(opened.problem.fixed):
         plan = plan_job(opened, timing, PlanOptions())
         problem, estimate = plan.opened.problem, plan.schedule.estimate
@@ -162,6 +167,17 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
             timing, estimate, problem.cluster, opened.job.plan_engine),
         figures=_figures(replay, steady, estimated_s, estimate, estimate.deployment.replicas
                          if problem.num_queries is None and not estimate.others else 1))
+
+
+def simulate_service(opened: OpenedJob, timing: TimingSource, given: Schedule | None) -> Schedule:
+    """The schedule `given`, or else the job's plan, with figures of requests that arrive as the job
+    says. Raises InfeasibleError where the job names no rate, and none keeps its limits."""
+    if given is None:
+        return plan_job(opened, timing, PlanOptions()).schedule
+    planner = ServicePlanner(opened.problem, timing, Watch(), requests=opened.job.search_queries)
+    served = planner.served(planner.search.of(given.estimate))
+    return replace(given, served=replace(served, search=None), rejected=(), over_copies=(),
+                   bounds=opened.problem.constraint.bounds)
 
 
 def _is_planned(fixed: FixedSchedule) -> bool:

@@ -11,7 +11,7 @@ from xgpt.app.plan_analysis import analyze_plan
 from xgpt.app.remote_jobs import FORMATS
 from xgpt.app.remote_jobs import export as export_job
 from xgpt.app.schedule import default_horizon, job_with_times, plan_job
-from xgpt.app.simulate import simulate_job
+from xgpt.app.simulate import simulate_job, simulate_service
 from xgpt.cli.options import (
     check_writable,
     job_arguments,
@@ -111,6 +111,10 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
     opened = open_job(job, Terminal(is_verbose=verbose),
                       "lengths" if options.horizon == "job" else "shape")
+    if opened.problem.arrivals is not None and (
+            with_price or with_drift or with_prefixes or deployed is not None):
+        raise click.UsageError("--price, --drift, --prefixes and --from are for batch jobs, which "
+                               "have no workload.arrivals")
     answers = analyze_plan(opened, options, with_price=with_price, with_drift=with_drift,
                            with_prefixes=with_prefixes, deployed=deployed)
     if out is not None and (recommended := answers.recommended) is not None:
@@ -213,6 +217,12 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
             print_json({"systems": compared})
         else:
             show(systems_screen(opened.problem, compared))
+        return
+    if opened.problem.arrivals is not None:
+        if timeline_file is not None:
+            raise click.UsageError("--timeline draws the steady state of a batch job")
+        found = simulate_service(opened, timing, schedule)
+        print_json(to_json(found)) if as_json else show(schedule_details(found))
         return
     simulation = simulate_job(opened if schedule is None else in_order_of(opened, schedule), timing,
                               given)

@@ -86,7 +86,7 @@ def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file
                  if os.path.exists(job_file) else f"next:   --save {name} writes the job file")
     return "\n\n".join(filter(None, (
         paragraph(_head(problem)), "\n".join(rows),
-        *service_tables(schedule.served, schedule.bounds)[:1],
+        *service_tables(schedule)[:1],
         placement_tables(schedule) or sizes_table(schedule, MOST_SIZES)
         or _alternatives_table(schedule), following)))
 
@@ -148,9 +148,8 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     if cluster.assumed:
         between = f", {cluster.inter_link.name} between nodes" * (cluster.num_nodes > 1)
         yield "links", f"assumed: {cluster.intra_link.name} in a node{between}"
-    if margin.factor > 1:
-        metric = "step times" if schedule.served else (
-            "time" if math.isinf(schedule.bound.limit_s) else "latency")
+    if margin.factor > 1 and schedule.served is None:
+        metric = "time" if math.isinf(schedule.bound.limit_s) else "latency"
         yield "margin", (f"{percent(margin.factor - 1, 0)} on the {metric}, to be "
                          f"{problem.constraint.confidence:.0%} sure; it costs "
                          f"{percent(margin.cost, 0)} of the throughput")
@@ -261,8 +260,8 @@ def sizes_table(schedule: Schedule, most: int | None = None) -> str:
 def _alternatives_table(schedule: Schedule) -> str:
     """The best of the other policies. Searches of those end early, so that each has its upper bound
     beside what was found."""
-    policies = sorted((row for row in schedule.rejected if row.throughput_qps and
-                       not row.is_unsure and row.kind == "policy"),
+    policies = sorted((row for row in schedule.rejected if (schedule.served or row.throughput_qps)
+                       and not row.is_unsure and row.kind == "policy"),
                       key=lambda row: -(row.throughput_qps or 0))
     rows = alternative_rows(replace(schedule, rejected=tuple(policies[:MOST_ALTERNATIVES])))
     if schedule.served:  # a latency hangs on the rate

@@ -6,14 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from xgpt.core.constraint import Bound
 from xgpt.core.schedule import Schedule
-from xgpt.core.served import ReplicaFigures, Served, ServedMetric
+from xgpt.core.served import Binding, ReplicaFigures, Served, ServedMetric
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import floor_percent, percent, plain
-from xgpt.report.words import counted, value_of
+from xgpt.report.words import counted
 
 METRIC_NAMES: Mapping[ServedMetric, str] = {
     "queueing": "queueing", "ttft": "TTFT", "tpot": "TPOT after TTFT", "latency": "latency",
     "latency_per_token": "latency/token"}
+BINDS: Mapping[Binding, str] = {  # by step times with the margin
+    "queueing": "queueing: the P99 of the wait for prefill is near its limit",
+    "batch slots": "batch slots: nearly all are taken at P75 of the steps",
+    "memory": "memory: most of the KV cache is in use in the mean",
+    "bubbles": "bubbles: the stages idle for much of the time",
+    "slow model": "step times: even the quickest quarter is near the limit on TPOT",
+    "nothing": "nothing: queueing, slots, memory, bubbles and step times have room"}
 PERCENTILES = ("from arrival", "mean", "P50", "P90", "P95", "P99", "limit", "kept")
 REPLICAS = ("replica", "requests", "steps", "batch", "P75", "tokens", "busy", "KV", "preempted",
             "MFU")
@@ -28,27 +35,25 @@ def service_facts(schedule: Schedule, unit: str = " unit of price") -> Iterator[
     unsettled = "; NOT SETTLED: replays are too short" * (not of.is_settled)
     yield "capacity", (
         f"{plain(of.qps)} requests/s ({plain(of.lowest_qps)} to {plain(of.highest_qps)} by seed), "
-        f"{plain(of.bare_qps)} without the margin on step times{unsettled}")
-    yield "", f"{plain(of.qps / devices)} for each of {counted(devices, 'device')}" + (
-        "" if price is None else
-        f", {plain(price)} for each{unit} an hour ({plain(served.price_per_hour)} in all)")
+        f"{plain(of.bare_qps)} without the margin of {percent(schedule.margin.factor - 1)} on step "
+        f"times{unsettled}")
+    yield "", f"{plain(of.qps / devices)} per device ({devices})" + ("" if price is None else (
+        f", {plain(price)} per{unit} an hour ({plain(served.price_per_hour)})"))
     share = served.rate / of.qps if of.qps else math.inf
-    yield "rate", f"{plain(served.rate)} requests/s, {percent(share)} of the capacity"
+    yield "rate", (f"{plain(served.rate)} requests/s, {percent(share)} of the capacity, routed by "
+                   f"{served.routing}")
     yield "attainment", attainment_words(served)
-    yield "binding", binding_words(served, value_of(schedule.estimate, "max_active"))
-    yield "routing", served.routing
-    others = [(row.throughput_qps, row) for row in schedule.rejected
-              if row.kind == "policy" and row.throughput_qps]
-    if others:
-        qps, row = max(others, key=lambda pair: pair[0])
-        yield "second best", f"{row.name}, {plain(qps)} requests/s: {row.reason}"
+    yield "binding", BINDS[served.binds]
+    for row in sorted((row for row in schedule.rejected if row.kind == "policy"),
+                      key=lambda row: -(row.throughput_qps or 0.0))[:1]:
+        rate = "" if row.throughput_qps is None else f" with {plain(row.throughput_qps)} requests/s"
+        yield "second best", f"{row.name}{rate}: {row.reason}"
     if (search := served.search) is not None:
         yield "search", (
-            f"{counted(search.candidates, 'candidate')}: {search.replayed:,} replayed, given up "
-            f"{search.by_bound:,} by a bound and {search.by_estimate:,} by an estimate, "
-            f"{search.refused:,} refused; " + (
-                f"gap {percent(schedule.proof.gap, 1)}, to the highest bound of those given up by "
-                "an estimate" if search.by_estimate else "none of them can be better"))
+            f"{counted(search.candidates, 'candidate')}: {search.replayed:,} replayed, "
+            f"{search.by_bound:,} ruled out, {search.by_estimate:,} unlikely, {search.refused:,} "
+            f"refused; " + (f"gap {percent(schedule.proof.gap)} to the bound of the unlikely"
+                            if search.by_estimate else "none can be better"))
 
 
 def attainment_words(served: Served) -> str:
@@ -60,22 +65,6 @@ def attainment_words(served: Served) -> str:
     wanted = "each has its own quantile" if served.wanted is None else (
         f"{served.wanted * 100:g} % must")
     return f"{floor_percent(served.attainment)} of the requests keep all limits; {wanted}"
-
-
-def binding_words(served: Served, slots: int | None) -> str:
-    """The part that binds, with its figure of the worst replica. slots: requests of a replica."""
-    def worst(name: str) -> float:
-        return max((getattr(one, name) for one in served.replicas), default=0.0)
-
-    waits_s = max((one.p99_s for one in served.metrics if one.metric == "queueing"), default=0.0)
-    idle = 1 - min((one.busy for one in served.replicas), default=1.0)
-    return {"queueing": f"queueing: requests wait {format_seconds(waits_s)} for prefill at P99",
-            "batch slots": f"batch slots: {plain(worst('batch_p75'))} of {slots} are taken at P75",
-            "memory": f"memory: {percent(worst('memory'))} of the KV cache is in use",
-            "bubbles": f"bubbles: the stages idle for {percent(idle)} of the time",
-            "slow model": "step times: even the quickest quarter is near the TPOT limit",
-            "nothing": "nothing: queueing, slots, memory, bubbles and step times have room",
-            }[served.binds]
 
 
 def percentile_rows(served: Served, bounds: Sequence[Bound]) -> list[tuple[str, ...]]:

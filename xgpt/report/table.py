@@ -14,7 +14,6 @@ from typing import Any
 from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.placement import StepTerms
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
-from xgpt.core.served import Served
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import service_words, words
 from xgpt.report.figures import JOB_FIGURES, comparisons, lost_to_bound, percent, plain, rates
@@ -46,14 +45,13 @@ def schedule_details(schedule: Schedule, job: Mapping[str, Any] | None = None) -
         ("throughput", rates(job["throughput_qps"], job["output_tokens_per_s"]) + OF_JOB)]
     return "\n".join(filter(None, (_lines(expected), schedule_table(schedule),
                                    choice_table(schedule), stage_table(schedule),
-                                   placement_tables(schedule), *service_tables(schedule.served,
-                                                                               schedule.bounds))))
+                                   placement_tables(schedule), *service_tables(schedule))))
 
 
-def service_tables(served: Served | None, bounds: Sequence[Bound]) -> list[str]:
-    """Tables of a service's percentiles and of its replicas; [] without `served`."""
-    return [] if served is None else [
-        table(service_words.PERCENTILES, service_words.percentile_rows(served, bounds),
+def service_tables(schedule: Schedule) -> list[str]:
+    """Tables of a service's percentiles and of its replicas; [] of a batch job."""
+    return [] if (served := schedule.served) is None else [
+        table(service_words.PERCENTILES, service_words.percentile_rows(served, schedule.bounds),
               right=range(1, 8)),
         table(service_words.REPLICAS, service_words.replica_cells(served.replicas),
               right=range(10))]
