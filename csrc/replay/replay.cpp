@@ -70,8 +70,8 @@ xgpt_rooms::Asked asked(const Arguments &args) {
 
 Found *paged(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
-    return alone(xgpt_paging::Replay(args.alone(), {facts[4], facts[12], facts[13]}, asked(args)),
-                 times);
+    return alone(xgpt_paging::Replay(
+        args.alone(), {facts[4], facts[12], facts[13], facts[14]}, asked(args)), times);
 }
 
 Found *reserved(const Arguments &args, double *times) {
@@ -133,7 +133,7 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  *
  * The rule's own, with rooms (kinds 0 and 1): number of groups; budget of a group in KV tokens,
  * rule of admission, and the other terms of room.h; tokens in the table of new forecasts. Then
- * paged KV: tokens of a step; whether inputs are encoded in chunks. Else decode iterations of a
+ * paged KV: tokens of a step; encoding and steps of paged_replay.h. Else decode iterations of a
  * phase (0: ORCA's rule), requests of an encode batch, tokens of a chunk (0: none). Behind slots:
  * forecasts[requests], range[requests] of inputs, and the table of room.h. Then the three
  * sizes of the forest of prefixes.h, and the tokens of all groups; if it has nodes, inputs[requests]

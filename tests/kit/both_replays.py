@@ -14,7 +14,7 @@ from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import QueryLengths
 from xprofiler.timing import Operator
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import PagedRule
+from xrunner.rules.paged import lightllm, mixed, sarathi, vllm
 from xrunner.rules.room import Rooms
 from xrunner.rules.rra import RraRule
 from xsimulator.replay import native_replay
@@ -122,6 +122,7 @@ def orca_of(rng, mean_input):
 
 RULES = {"rra": partial(rra_of, has_chunks=False), "chunks": partial(rra_of, has_chunks=True),
          "orca": orca_of}
+PAGED = {"sarathi": sarathi, "vllm": vllm, "mixed": mixed, "lightllm": lightllm}
 
 
 def tight_of(name, rng, mean_input, admission):
@@ -132,7 +133,7 @@ def tight_of(name, rng, mean_input, admission):
         rule.rooms = Rooms.even(rule.num_groups, tokens, admission)
         return rule
     groups = int(rng.integers(1, 5))
-    return PagedRule(is_chunked=name == "sarathi", num_groups=groups, admission=admission,
-                     max_active=groups + int(rng.integers(60)),
-                     kv_tokens=groups * int(rng.integers(340, 1000)),
-                     token_budget=int(rng.integers(20, 400)))
+    return PAGED[name](num_groups=groups, admission=admission,
+                       max_active=groups + int(rng.integers(60)),
+                       kv_tokens=groups * int(rng.integers(340, 1000)),
+                       token_budget=int(rng.integers(20, 400)))

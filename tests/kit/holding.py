@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import sarathi, vllm
+from xrunner.rules.paged import lightllm, mixed, sarathi, vllm
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import Step, StepKind
@@ -32,7 +32,8 @@ def rule_of(policy: str, *, groups: int = 1, batch: int = 6, kv_tokens: int = 10
                           encode_micro_batches=groups * (2 if policy == "dsi" else 1))
     if policy == "orca":
         return OrcaRule(max_active=batch, **own)
-    return (vllm if policy == "vllm" else sarathi)(max_active=batch, token_budget=budget, **own)
+    make = {"vllm": vllm, "sarathi": sarathi, "mixed": mixed, "lightllm": lightllm}[policy]
+    return make(max_active=batch, token_budget=budget, **own)
 
 
 def drive(rule: RraRule | OrcaRule, outputs: dict[int, int]) -> list[Step]:

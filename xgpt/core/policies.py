@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from xgpt.core.controls import Admission, AdmissionRule, FixedSchedule
+from xgpt.core.controls import CAP, KNOWN, Admission, AdmissionRule, FixedSchedule
 from xgpt.core.engines import load_row, rows_of_others
 from xgpt.core.errors import UnknownNameError
 
@@ -37,7 +37,8 @@ class Policy:
     control variables, as a schedule holds them. `rules`: function from an Estimate to its batching
     rule, or one rule per pool (torch-free). `formula`: class of its rough formula, made of (name,
     problem, timing, plans of its stages, workload); see xsimulator.rough.figures.Formula. The
-    default fits any rule of one pool, and knows only how many requests it takes at a time."""
+    default fits any rule of one pool, and knows only how many requests it takes at a time. None:
+    there is none; candidates are in powers of 2, ordered as those of prefill-first."""
 
     name: str
     title: str
@@ -45,7 +46,7 @@ class Policy:
     variables: tuple[Variable, ...]
     controls: str
     rules: str
-    formula: str = "xsimulator.rough.any_rule:AnyRule"
+    formula: str | None = "xsimulator.rough.any_rule:AnyRule"
     pools: tuple[Role, ...] = ("both",)
     is_searched: bool = False  # if the job leaves the policy open
     turn: int = 1  # order of a search over several policies: likely winners first
@@ -56,6 +57,7 @@ class Policy:
     shares_prefixes: bool = False  # whether a prefix of several requests is encoded once
     # rules of admission to choose from if the job names none, the simplest first; (): it has none
     admits: tuple[AdmissionRule, ...] = ()
+    forecast: str = CAP  # kind of forecast of a job that names the policy and no kind
     # function from an Estimate to the limits that its rule may take up while it runs, if steps take
     # other times than planned; None: none (RRA has its own, xrunner.rules.changes)
     limits: str | None = None
@@ -126,6 +128,12 @@ def _continuous(name: str, title: str, words: str, rules: str, *more: Variable, 
         is_decoder_only=True, shares_prefixes=True)
 
 
+def _vidurs(row: Policy, **others: Any) -> Policy:
+    """A policy of Vidur's (sections 4.5 and 7.3), which is searched for services alone, or where it
+    is named."""
+    return replace(row, formula=None, is_searched=False, **others)
+
+
 _ROWS = (
     Policy(name="rra", title="RRA",
            words="round-robin allocation: all devices encode a batch, then decode for some "
@@ -148,6 +156,12 @@ _ROWS = (
                 "memory; a step encodes or decodes", "paged:vllm_rule", _BUDGET),
     _continuous("sarathi", "Sarathi", "every step decodes and encodes chunks beside it, "
                 "within a budget of tokens", "paged:sarathi_rule", _BUDGET, turn=0),
+    _vidurs(_continuous("mixed", "mixed batching", "every step decodes and encodes whole inputs "
+                        "beside it, within a budget of tokens", "paged:mixed_rule", _BUDGET)),
+    _vidurs(_continuous("lightllm", "LightLLM", "a step encodes or decodes; requests join every "
+                        "10 steps, if the most memory they will ever need together is there",
+                        "paged:lightllm_rule", _BUDGET, admits=("future-peak",)),
+            forecast=KNOWN),
 )
 _OWN: Mapping[str, Policy] = {row.name: row for row in _ROWS}
 
@@ -178,6 +192,12 @@ def policy_names() -> tuple[str, ...]:
 def searched_policies() -> tuple[str, ...]:
     """Names of the policies that are searched if the job leaves the policy open."""
     return tuple(row.name for row in policies() if row.is_searched)
+
+
+def served_policies() -> tuple[str, ...]:
+    """Names of the policies that are searched for a service if the job leaves the policy open."""
+    return tuple(row.name for row in policies()
+                 if row.is_searched or (row.formula is None and row.forecast == CAP))
 
 
 def able_policies(asked: FixedSchedule) -> tuple[Policy, ...]:

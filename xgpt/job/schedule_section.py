@@ -196,7 +196,7 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
             reading.reject(f"schedule.{key}", f"of {', '.join(even)} alone")
     if own.steer and own.adjustment == 0:
         reading.reject("schedule.steer", "needs an adjustment above 0")
-    admission = _admission_of(own, reading)
+    admission = _admission_of(own, reading, rows)
     if not arrive and own.routing not in (None, *ROUTINGS):
         reading.reject("schedule.routing", f"{', '.join(ROUTINGS)} in a batch job; "
                        f"{own.routing} needs workload.arrivals")
@@ -206,8 +206,9 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
         **{"prefixes": own.prefixes, **_order_of(reading, own), **kept})
 
 
-def _admission_of(own: Any, reading: Reading) -> Admission:
-    """How requests are admitted and forecast. `own`: the section, as read."""
+def _admission_of(own: Any, reading: Reading, rows: Sequence[Policy]) -> Admission:
+    """How requests are admitted and forecast. `own`: the section, as read. `rows`: the policies to
+    choose from, of which one may ask for a kind of forecast."""
     rule = own.admission.rule if isinstance(own.admission, _Admission) else own.admission
     after_free = isinstance(own.admission, _Admission) and own.admission.after_free
     if after_free and rule != "reserve-dynamic":
@@ -221,6 +222,9 @@ def _admission_of(own: Any, reading: Reading) -> Admission:
         if engine is not None and engine.value != OWN_ENGINE and value != usual:
             reading.reject(f"schedule.{key}", f"{usual} (or left out) with run.engine "
                            f"{engine.value}: that engine admits requests itself, and evicts none")
+    if not reading.has("schedule.forecast"):
+        asked = replace(asked, kind=next(
+            (row.forecast for row in rows if row.forecast != CAP), CAP))
     return Admission(rule=None if rule == AUTO else rule, forecast=Forecasting(**asdict(asked)),
                      after_free=after_free)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 from xgpt.core.errors import InputError, Mistake, nearest, wrong
-from xgpt.core.policies import policy_names
+from xgpt.core.policies import policies
 from xgpt.core.units import parse_share
 from xgpt.job.job import Job
 from xgpt.job.job_file import SWEEP_KEYS, job_of, job_tree
@@ -35,7 +35,7 @@ SWEEP_FOLDER = "sweep"  # in a job's output folder
 DEFAULT_BOUNDS = "10%,20%,30%,50%,70%,100%,inf"
 DEFAULT_SCALES = "scale=0.5,1,2"  # of a job whose requests arrive over time
 Horizon = Literal["steady", "job"]
-ALL, AUTO = "all", "auto"  # values of policy: every one; the one that the search chooses
+ALL, AUTO = "all", "auto"  # policy: every one of a batch job; the one searched
 OVER, BOUNDS = "--over", "--bounds"
 FT = "ft"  # before a percentile of the latencies of FasterTransformer's batches
 _FT_BOUND = re.compile(rf"{FT}[1-9]\d?")
@@ -290,6 +290,11 @@ def read_setting(field: Field, prefix: str, mistakes: list[Mistake]) -> Setting:
     return setting
 
 
+def _batch_policies() -> list[str]:
+    """Names of the policies that a batch job compares: all but those of services alone."""
+    return [row.name for row in policies() if row.formula is not None]
+
+
 def read_values(axis: SweepAxis, field: Field, key: str,
                 mistakes: list[Mistake]) -> list[AxisValue]:
     """The values of an axis; the reader of the job file checks them later."""
@@ -298,7 +303,7 @@ def read_values(axis: SweepAxis, field: Field, key: str,
         _reject(mistakes, field, key, "at least one value")
     if axis == POLICY:
         fields = [replace(one, value=name) for one in fields
-                  for name in (policy_names() if one.value == ALL else (one.value,))]
+                  for name in (_batch_policies() if one.value == ALL else (one.value,))]
     read = [_read_value(axis, one, key, mistakes) for one in fields]
     unique = {value.shown: value for value in read if value is not None}
     return list(unique.values())

@@ -21,7 +21,7 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import QueryTimes
 from xrunner.rules.forecast import Forecaster, LengthForecaster
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import PagedRule
+from xrunner.rules.paged import ENCODINGS, PagedRule
 from xrunner.rules.room import Caps, Rooms, Waiting
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import SlotUse
@@ -179,7 +179,8 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
             are_together or not rule.rooms.prefixes.is_shared):
         return None
     if type(rule) is PagedRule:
-        return _of_rooms(job, rule.rooms, rule.slots, _PAGED, [rule.token_budget, rule.is_chunked])
+        return _of_rooms(job, rule.rooms, rule.slots, _PAGED, [
+            rule.token_budget, ENCODINGS.index(rule.encoding), rule.light_steps])
     if type(rule) is OrcaRule:
         return _of_rooms(job, rule.rooms, rule.slots, _RESERVED, [0, 0, 0], [0.0, 0.0, 0.0])
     if type(rule) is RraRule and not rule.changes:
@@ -295,7 +296,7 @@ class _NativeSteps(Sequence[Step]):
         self._arrays, self._shared = (labels, chunks, ended, moved), shared
         self._moved = "handed" if type(rule) is WaaDecodeRule else "evicted"
         self._is_chunked = (
-            type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.is_chunked)
+            type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.encoding == "chunks")
             or (type(rule) is RraRule and rule.controls.encode_chunk > 0)
             or (isinstance(rule, _WITH_ROOMS) and rule.rooms.prefixes.is_shared))
 

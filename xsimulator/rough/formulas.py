@@ -10,7 +10,15 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.plans import PlanSource, StagePlans
 from xsimulator.rough.figures import Formula, fixed_point
+from xsimulator.rough.one_pool import Continuous
 from xsimulator.rough.workload import Workload
+
+
+class AsPrefillFirst(Continuous):
+    """Stands in for the formula of a policy that has none: memory, and the order of its points, are
+    those of prefill-first."""
+
+    ratio = 2.0
 
 
 def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
@@ -37,7 +45,7 @@ class Formulas:
 
     def _make(self, name: str, admission: Admission | None = None) -> Formula:
         row = policy(name)
-        make: Any = row.load("formula")
+        make: Any = row.load("formula") or AsPrefillFirst
         rule = row.admissions(admission or self.problem.adjustment.admission)[0]
         work = self._workload.by(rule, shares=row.shares_prefixes)
         found: Formula = make(name, self.problem, self._timing, self._plans, work)

@@ -289,14 +289,16 @@ class Rra(OnePool):
 class Continuous(OnePool):
     """Rough formula of ORCA (max_active), prefill-first and Sarathi (max_active, token_budget)."""
 
+    ratio = 1.25  # chosen: of the grid of max_active
+
     def points(self, plan: tuple[int, int]) -> IntArray:
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(1.3 * room / max(work.tokens_at_work, 1.0)), self._most_queries()), 1)
-        active = grid_of(most, fixed.value_of("max_active"), 1.25)
+        active = grid_of(most, fixed.value_of("max_active"), self.ratio)
         if self.policy == "orca":
             return cross_product(active)
-        least = work.longest_input if self.policy == "vllm" else 0
+        least = work.longest_input if self.policy != "sarathi" else 0
         budgets = sorted({max(own, least) for own in grid_of(16384, None, 2.0, least=16)})
         given = fixed.value_of("token_budget")
         return cross_product(active, budgets if given is None else [given])
@@ -324,12 +326,10 @@ class Continuous(OnePool):
         each = np.maximum(np.minimum(active / groups, held), 1.0)  # present in a group
         steps = self._mixed if self.policy in ("orca", "sarathi") else self._separate
         cycle_s, ended, encode_s, iteration_s = steps(pool, each, budget, groups)
-        latency_s = encode_s + work.watched * cycle_s
         return RoughFigures.from_columns(
-            throughput_qps=groups * ended / cycle_s,
-            latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s, iteration_s=iteration_s,
-            period_s=cycle_s, decode_batch=groups * each, present=groups * each,
-            kv_tokens=tokens * groups,
+            throughput_qps=groups * ended / cycle_s, latency_s=encode_s + work.watched * cycle_s,
+            ttft_s=encode_s, encode_s=encode_s, iteration_s=iteration_s, period_s=cycle_s,
+            decode_batch=groups * each, present=groups * each, kv_tokens=tokens * groups,
             memory_bytes=np.where(room >= blocks, pool.memory.fullest(
                 tokens * groups + slack, rows, heads), np.inf))
 
@@ -371,14 +371,13 @@ class Continuous(OnePool):
         alone = pool.pace.decode(np.maximum(each, 1.0))
         # a group encodes at most once between two decode steps
         cycle_s = with_long_steps(alone, alone + encode, np.minimum(encodes, 1.0), groups)
-        more = np.maximum(encodes - 1, 0.0)
-        return (cycle_s + more * encode.cycle(groups), ended, encode.through,
-                alone.cycle(groups))
+        return (cycle_s + np.maximum(encodes - 1, 0.0) * encode.cycle(groups), ended,
+                encode.through, alone.cycle(groups))
 
     def _budgets(self, points: FloatArray) -> FloatArray:
         if self.policy == "orca":
             return np.full(len(points), np.inf)
-        least = self._workload.longest_input if self.policy == "vllm" else 0
+        least = self._workload.longest_input if self.policy != "sarathi" else 0
         return np.where(points[:, 1] > 0, points[:, 1], max(DEFAULT_TOKEN_BUDGET, least))
 
     def _step_sizes(self, pool: TimedPool, points: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -387,7 +386,7 @@ class Continuous(OnePool):
             rows = self._workload.longest_input + slots
         else:
             rows = self._budgets(points)
-            if self.policy == "vllm":
+            if self.policy != "sarathi":
                 rows = np.maximum(np.maximum(rows, slots), self._workload.longest)
         return rows, slots + 1
 

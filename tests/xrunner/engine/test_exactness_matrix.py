@@ -18,6 +18,7 @@ FAMILIES = ("llama", "opt", "gpt2", "t5")
 OTHERS = ("llama-tied", "llama3-rope", "qwen2", "mistral", "gpt2-untied", "t5-1.1")
 # the logits of all are compared in test_exactness.py
 MODERN = ("qwen2-windows", "gemma3", "phi4-mini", "granite", "qwen3-moe")
+CONTINUOUS = ("orca", "vllm", "sarathi", "mixed", "lightllm")  # of decoder-only models
 # tensor-parallel degree of each stage, and micro-batches, encode_batch, decode_iterations
 CASES = [((1,), 2, 4, 5), ((2,), 1, 3, 2), ((1, 1), 1, 4, 5), ((2, 1), 2, 4, 1), ((1, 2), 3, 3, 4),
          ((2, 2), 4, 5, 3), ((1, 1, 1), 3, 9, 30), ((2, 1, 1), 4, 1, 1), ((1, 2, 1), 1, 2, 3),
@@ -43,7 +44,7 @@ def test_tokens_equal_generate(made, answered, family, degrees, groups, batch, i
 def baseline(policy: str, groups: int, batch: int) -> Any:
     """`batch`: queries at a time, in each group; where entries are paged these are short of six
     blocks, of which a query may need three."""
-    is_paged = policy in ("vllm", "sarathi")
+    is_paged = policy in CONTINUOUS[1:]
     return rule_of(policy, groups=groups, batch=batch * groups, budget=9 if policy == "sarathi"
                    else 40, kv_tokens=96 * groups if is_paged else 10_000)
 
@@ -53,7 +54,8 @@ def baseline(policy: str, groups: int, batch: int) -> Any:
     ("opt", "ft", (1, 1), 2, 5), ("gpt2", "dsi", (2, 1), 2, 5), ("llama", "ft", (1, 1), 2, 1),
     ("qwen2", "orca", (2, 1), 2, 5), ("gpt2", "orca", (1,), 1, 5), ("opt", "vllm", (1, 2), 2, 5),
     ("llama", "vllm", (1, 1), 2, 1), ("gpt2", "sarathi", (2,), 1, 5),
-    ("llama", "sarathi", (1, 1), 2, 17)])
+    ("llama", "sarathi", (1, 1), 2, 17), ("gpt2", "mixed", (1, 1), 2, 5),
+    ("llama", "mixed", (2,), 1, 5), ("opt", "lightllm", (1, 2), 2, 5)])
 def test_baselines_answer_as_generate_does(made, answered, family, policy, degrees, groups, batch):
     queries, expected = answered(family)
     sink, executors = run_in_process(made(family)[0], queries, degrees=degrees,
@@ -63,12 +65,12 @@ def test_baselines_answer_as_generate_does(made, answered, family, policy, degre
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["rra", "ft", "dsi", "orca", "vllm", "sarathi"])
+@pytest.mark.parametrize("policy", ["rra", "ft", "dsi", *CONTINUOUS])
 @pytest.mark.parametrize("degrees", [case[0] for case in CASES])
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, *toys.MODERN_FAMILIES])
 def test_tokens_equal_generate_in_every_way(made, answered, small_blocks, family, degrees, policy):
     queries, expected = answered(family)
-    if policy in ("orca", "vllm", "sarathi") and family in toys.T5_FAMILIES:
+    if policy in CONTINUOUS and family in toys.T5_FAMILIES:
         pytest.skip("continuous batches are of decoder-only models")
     for groups, (batch, iterations) in product((1, 2, 4), ((1, 1), (3, 2), (9, 30))):
         rule = (baseline(policy, groups, batch) if policy != "rra" else rule_of(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from both_replays import LONGEST, RULES, drawn, same_both_ways, tight_of
+from both_replays import LONGEST, PAGED, RULES, drawn, same_both_ways, tight_of
 from compiled import has_compiler
 from problems import TakenAsTrue, problem_of
 
@@ -44,7 +44,7 @@ def looking_ahead(seed, name, admission, made, *, learns=False):
 
 
 @pytest.mark.parametrize("rule_name", ADMISSION_RULES)
-@pytest.mark.parametrize("name", [*RULES, "sarathi", "vllm"])
+@pytest.mark.parametrize("name", [*RULES, *PAGED])
 def test_admission_that_looks_ahead(monkeypatch, name, rule_name):
     evicted = 0
     for seed, forecast in enumerate(FORECASTS):

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from both_replays import LONGEST, RULES, drawn, same_both_ways, tight_of
+from both_replays import LONGEST, PAGED, RULES, drawn, same_both_ways, tight_of
 from compiled import has_compiler
 
 from xgpt.core.controls import ADMISSION_RULES, Admission, Forecasting
 from xgpt.core.errors import XgptError
 from xgpt.core.prefixes import Prefixes
 from xrunner.rules.forecast import forecaster_of
-from xrunner.rules.paged import PagedRule
+from xrunner.rules.paged import ENCODINGS, PagedRule
 from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.steps import set_forecaster
 from xsimulator import native
@@ -72,7 +72,7 @@ def sharing(seed, name, admission):
 
 
 @pytest.mark.parametrize("rule_name", ADMISSION_RULES)
-@pytest.mark.parametrize("name", [*RULES, "sarathi", "vllm"])
+@pytest.mark.parametrize("name", [*RULES, *PAGED])
 def test_prefixes_are_shared_the_same_both_ways(monkeypatch, name, rule_name):
     evicted, seen = 0, set()
     for seed in range(12):
@@ -108,14 +108,14 @@ def what_happened(steps, queries):
     return seen
 
 
-@pytest.mark.parametrize("is_chunked", [False, True])
-def test_requests_that_fit_only_without_their_prefixes_share_none(monkeypatch, is_chunked):
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_requests_that_fit_only_without_their_prefixes_share_none(monkeypatch, encoding):
     job, queries, _ = sharing(5, "vllm", Admission())
     queries = replace(queries, most_outputs=np.where(
         np.arange(len(queries.inputs)) % 2, queries.most_outputs, LONGEST - queries.inputs))
 
     def replayed():
-        rule = PagedRule(is_chunked=is_chunked, num_groups=1, max_active=9, kv_tokens=LONGEST,
+        rule = PagedRule(encoding=encoding, num_groups=1, max_active=9, kv_tokens=LONGEST,
                          token_budget=400)
         set_prefixes(rule, queries.prefixes)
         return Replayer(*job).run(queries, rules=[rule])
