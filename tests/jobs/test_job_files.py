@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from xgpt.cli.main import cli
 from xgpt.core import catalog
-from xgpt.core.policies import policy_names
+from xgpt.core.policies import searched_policies
 from xgpt.job.job_file import load_job
 from xgpt.job.sweep_file import load_sweep
 from xgpt.requests.reader import read_requests
@@ -86,7 +86,7 @@ def test_the_readme_lists_every_job_file():
 def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy():
     spec = load_sweep(SWEEPS[0])
     assert spec.output == JOBS.parent / "out" / "paper-scenarios" and not spec.has_margin
-    assert len(spec.points) == 20 * 4 * len(policy_names())
+    assert len(spec.points) == 20 * 4 * len(searched_policies())
     assert len({tuple(point.values.items()) for point in spec.points}) == len(spec.points)
     assert len({tuple(point.values.values())[:3] for point in spec.points}) == 20
     assert all(point.job.run.dtype == "float16" for point in spec.points)

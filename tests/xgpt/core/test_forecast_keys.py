@@ -37,6 +37,8 @@ def mistakes(folder, *overrides, **keys):
     ({"forecast": "known"}, Admission(forecast=Forecasting(kind="known"))),
     ({"forecast": {"kind": "distribution", "use": "expected"}},
      Admission(forecast=Forecasting(kind="distribution", use="expected"))),
+    ({"policy": "lightllm"}, Admission(forecast=Forecasting(kind="known"))),
+    ({"policy": "lightllm", "forecast": "cap"}, Admission()),
     ({"forecast": {"kind": "class", "width": 100, "accuracy": 0.8, "bins": 2}},
      Admission(forecast=Forecasting(kind="class", width=100, accuracy=0.8, bins=2)))])
 def test_what_a_job_asks_for(tmp_path, given, asked):
@@ -44,8 +46,8 @@ def test_what_a_job_asks_for(tmp_path, given, asked):
                                        f"schedule: {json.dumps(given)}\n")
     job = load_job(tmp_path / "job.yaml")
     assert job.adjustment.admission == asked
-    assert job.schedule.policies == (() if not asked.may_overflow else (
-        "rra", "ft", "dsi", "orca", "vllm", "sarathi"))
+    assert job.schedule.policies == (("lightllm",) if "policy" in given else () if (
+        not asked.may_overflow) else ("rra", "ft", "dsi", "orca", "vllm", "sarathi"))
 
 
 def test_a_column_has_forecasts_within_the_caps(tmp_path):

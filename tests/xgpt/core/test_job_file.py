@@ -14,7 +14,7 @@ from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.errors import InputError
-from xgpt.core.policies import policy_names
+from xgpt.core.policies import policy_names, searched_policies
 from xgpt.job.job import LengthSpec, RunSpec
 from xgpt.job.job_file import load_job
 from xgpt.job.sections import SlurmSpec
@@ -286,7 +286,7 @@ def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job):
     spec = load_sweep(
         path, overrides=("run.dtype=float32",), over=("workload.task=C1", "policy=all"),
         bounds="2 min", out=job.parent / "there", horizon="job")
-    assert len(spec.points) == len(policy_names()) and spec.horizon == "job"
+    assert len(spec.points) == len(searched_policies()) and spec.horizon == "job"
     assert {point.job.workload.output_tokens.task for point in spec.points} == {"C1"}
     assert {point.job.constraint.latency_s for point in spec.points} == {120}
     assert {point.job.run.dtype for point in spec.points} == {"float32"}

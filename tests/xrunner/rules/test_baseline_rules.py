@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xgpt.core.controls import Admission, AdmissionRule, Forecasting
 from xrunner.rules.iteration import OrcaRule, slot_shares
-from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, sarathi, vllm
+from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, lightllm, mixed, sarathi, vllm
 from xrunner.rules.room import Rooms
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
@@ -280,14 +280,37 @@ def test_sarathi_fills_a_step_with_chunks_beside_the_running_queries():
     assert [s.joined for s in steps[:3]] == [(0,), (), (1, 2)]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sarathi"])
+def test_mixed_steps_take_whole_inputs_within_the_budget_and_a_longer_one_alone():
+    rule = mixed(num_groups=1, max_active=8, kv_tokens=1600, token_budget=32)
+    steps, _ = drive_paged(rule, [20, 13, 32, 40, 5], [1, 2, 0, 1, 1])
+    assert [(s.kind.value, s.joined) for s in steps] == [
+        ("encode", (0,)), ("mixed", (1,)), ("decode", ()), ("decode", ()), ("encode", (2,)),
+        ("encode", (3,)), ("mixed", (4,)), ("decode", ())]
+
+
+def test_lightllm_encodes_alone_after_ten_decode_steps_or_if_nobody_decodes():
+    rule = lightllm(num_groups=1, max_active=2, kv_tokens=1600, token_budget=100)
+    steps, _ = drive_paged(rule, [9, 8, 7, 6], [25, 3, 14, 1])
+    assert [(at, s.joined) for at, s in enumerate(steps) if s.kind is StepKind.ENCODE] == [
+        (0, (0, 1)), (11, (2,)), (27, (3,))]
+
+
+@pytest.mark.parametrize(("kv_tokens", "joined"), [(17, (0, 1, 2)), (16, (0, 1))])
+def test_lightllm_admits_what_its_peak_leaves_a_token_to_spare_for(kv_tokens, joined):
+    rule = lightllm(num_groups=1, max_active=9, kv_tokens=kv_tokens, token_budget=100)
+    for query, (tokens, left) in enumerate(((6, 3), (2, 1), (4, 4))):
+        assert rule.submit(query, tokens + left + 1, tokens, left)
+    assert rule.decide().joined == joined
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sarathi", "mixed", "lightllm"])
 @examples(60)
 @given(num_groups=st.integers(1, 3), more=st.integers(0, 9), blocks=st.integers(5, 14),
        budget=st.integers(8, 90), data=st.data(),
        inputs=st.lists(st.integers(1, 40), min_size=1, max_size=25))
 def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
         kind, num_groups, more, blocks, budget, data, inputs):
-    make = vllm if kind == "vllm" else sarathi
+    make = {"vllm": vllm, "sarathi": sarathi, "mixed": mixed, "lightllm": lightllm}[kind]
     kv_tokens = num_groups * blocks * BLOCK_TOKENS
     rule = make(num_groups=num_groups, max_active=num_groups + more, kv_tokens=kv_tokens,
                 token_budget=budget)
@@ -296,7 +319,7 @@ def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
     assert rule.next_group() is None
     for step in steps:
         assert sum(chunk.tokens for chunk in step.chunks) <= budget
-        if kind == "vllm" and len(step.joined) > 1:
+        if kind != "sarathi" and len(step.joined) > 1:
             assert sum(inputs[q] for q in step.joined) <= budget
 
 
