@@ -26,7 +26,7 @@ import numpy as np
 from xgpt.core.constraint import Bound
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
-from xgpt.core.policies import policy
+from xgpt.core.policies import policy, served_policies
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xgpt.core.served import Search
@@ -50,8 +50,11 @@ _FIRST_LONGER = 4  # chosen: replays of a comparison may be so many times as lon
 
 
 def steady(problem: Problem) -> Problem:
-    """The problem without limits and requests of its own: those of the steady state."""
+    """The problem without limits and requests of its own: those of the steady state. Its policies
+    are those that are searched for a service."""
     return replace(problem, arrivals=None, num_queries=None, queries=None, is_synthetic=False,
+                   fixed=replace(problem.fixed,
+                                 policies=problem.fixed.policies or served_policies()),
                    constraint=replace(problem.constraint, objective="throughput", attainment=None,
                                       bounds=(Bound(limit_s=math.inf, kind="queries"),)))
 

@@ -67,7 +67,8 @@ def keys_of(refused: pytest.ExceptionInfo[InputError]) -> list[str]:
     (["schedule.tp_degree=16"], "schedule.tp_degree", "--headless"),
     (["schedule.tp_degree=3"], "schedule.tp_degree", "40 attention heads"),
     (["schedule={tp_degree: 8, replicas: 3}"], "schedule.replicas", "at most 2: 2 x 8 devices"),
-    (["schedule.policy=waa-c"], "schedule.policy", "one of rra, ft, dsi, orca, vllm, sarathi, mixed, lightllm"),
+    (["schedule.policy=waa-c"], "schedule.policy",
+     "one of rra, ft, dsi, orca, vllm, sarathi, mixed, lightllm"),
     (["model=t5-11b"], "model", "decoder-only"),
     (["model=gpt3-39b", "run.weights=random"], "run.weights", "none is written for gpt3-39b")])
 def test_values_that_no_replica_can_have_are_refused_by_key(tmp_path, overrides, key, words):
