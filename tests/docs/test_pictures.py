@@ -24,6 +24,7 @@ def _script(name: str) -> Any:
 
 
 draw, choices, accuracy = _script("draw"), _script("choices"), _script("accuracy")
+services = _script("services")
 
 
 def text_of(name: str) -> str:
@@ -60,6 +61,20 @@ def test_the_trade_off_names_the_policies_by_what_they_do():
     assert "Sarathi" in words and "prefill-first" in words and "vLLM" not in words
 
 
+def test_the_picture_of_arrivals_is_of_its_replay_today():
+    (digest, _, ends), (own, _, own_ends) = (
+        words.partition(", ") for words in (draw.made_of(services.toy()), made_of("arrivals")))
+    assert own == digest and nearly(own_ends, ends), f"draw it anew: {services.MAKE}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", services.LINES)
+def test_a_picture_of_a_service_is_what_is_replayed_today(name):
+    assert made_of(name) == draw.digest(), f"draw it anew: {services.MAKE}"
+    assert nearly(title_of(name), services.words_of(name, services.data(name))), (
+        f"draw it anew: {services.MAKE}")
+
+
 def test_the_picture_of_the_accuracy_is_of_the_committed_points():
     assert made_of("accuracy") == accuracy.made_of(), f"draw it anew: {accuracy.MAKE}"
     rows = accuracy.requests()
@@ -93,7 +108,7 @@ def test_each_picture_has_words_and_a_place_in_the_documents():
                                                          ROOT / "README.md"))
     pictures = sorted(path.stem for path in PICTURES.glob("*.svg"))
     assert pictures == sorted([*draw.POLICIES, "latency", "trade-off", "accuracy",
-                               *choices.CHOICES])
+                               *choices.CHOICES, "arrivals", *services.LINES])
     for name in pictures:
         assert re.search(r"<title>\w.{40,}</title>", text_of(name))
         (words,) = set(re.findall(rf"!\[([^\]]+)\]\((?:docs/)?pictures/{name}\.svg\)", pages))
