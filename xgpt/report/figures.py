@@ -97,7 +97,7 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
             continue
         # no ratio of shares: 1 % against 2 % would be 2, and does not matter; a service has its
         # arrivals' rates
-        has_ratio = unit == "s" if "served" in metrics else unit not in ("%", "tokens")
+        has_ratio = unit not in ("%", "tokens") and ("served" not in metrics or "served" in key)
         ratio = measured / predicted if has_ratio and predicted and measured is not None and (
             math.isfinite(predicted)) else None
         rows.append(Comparison(label=label, predicted=quantity(predicted, unit),

@@ -222,8 +222,7 @@ def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck)
         yield Hint(f"Steps took {percent(abs(times))} {'longer' if times > 0 else 'less'} than the "
                    "profile says. Measure it anew, while nothing else runs:",
                    "profile JOB.yaml --again")
-    others = number(metrics, "others_cpu_share") or 0.0
-    if others >= _BUSY_OTHERS:
+    if (others := number(metrics, "others_cpu_share") or 0.0) >= _BUSY_OTHERS:
         yield Hint(f"Other programs took {percent(others)} of the cores. Run it on a "
                    "quiet machine:",
                    "submit JOB.yaml --set output=out/again")
@@ -260,8 +259,9 @@ def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
                 row.throughput_qps >= (1 - _NEAR) * schedule.figures.throughput_qps):
             yield Hint(f"{row.name} is expected to be as good within {percent(_NEAR)}. Measure it:",
                        f"submit JOB.yaml --set schedule.policy={name} --set output=out/{name}")
-    yield Hint("See what more latency, another device or more memory brings:",
-               "schedule JOB.yaml --price")
+    yield Hint("See what more latency, another device or more memory brings:", "schedule JOB.yaml "
+               "--price") if schedule.served is None else Hint(
+        "See the attainment at other rates:", "sweep JOB.yaml --over rate=1,2,4")
 
 
 def _observed(output: Output) -> str:

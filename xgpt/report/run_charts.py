@@ -17,10 +17,10 @@ from xgpt.report.chart import Axis, Chart, Mark, Series
 from xgpt.report.figures import middle_window, percent
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
 from xgpt.report.output import Output, QueryColumns, ends_since_first, number, recorded
-from xgpt.report.service_run import constraint_of, seconds_of
+from xgpt.report.service_run import constraint_of, times_of
 from xgpt.report.words import counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.service import limits_of
+from xsimulator.replay.service import limits_of, seconds_by_metric
 
 _CURVE, _PARTS = 200, 40  # chosen: points of a curve, and of one over arrivals
 # the count of xrunner.devices.peak_memory_bytes, which differs from the prediction's
@@ -134,16 +134,16 @@ def service(output: Output) -> list[Chart]:
     """Charts of attainment and of waiting requests over time; none of a batch job."""
     if output.schedule is None or not (own := output.schedule.served) or len(output.queries) < 2:
         return []
-    arrival_s, seconds = output.queries.times("arrival_s"), seconds_of(output.queries)
-    since_s = arrival_s - arrival_s.min()
+    times = times_of(output.queries)
+    since_s = times.arrival_s - times.arrival_s.min()
+    seconds = seconds_by_metric(times, output.queries.counts("output_tokens"))
     is_late = np.logical_or.reduce([
         seconds[metric] > bound.limit_s for metric, bound in limits_of(
             constraint_of(output.schedule))])
     parts = np.array_split(np.argsort(since_s), min(_PARTS, len(since_s)))
-    begins_s = np.sort(since_s + seconds["queueing"])
-    at_s = np.linspace(0, begins_s[-1], 600)
-    waiting = np.searchsorted(np.sort(since_s), at_s, "right") - np.searchsorted(
-        begins_s, at_s, "right")
+    moments_s = np.sort(since_s), np.sort(since_s + seconds["queueing"])
+    at_s = np.linspace(0, moments_s[1][-1], 600)
+    arrived, begun = (np.searchsorted(one, at_s, "right") for one in moments_s)
     x = Axis(label="seconds since the first arrival", from_zero=True)
     return [
         Chart(name="attainment", title="Attainment", x=x, y=Axis(
@@ -154,7 +154,7 @@ def service(output: Output) -> list[Chart]:
                           axis="y")] if own.attainment is not None else []),
         Chart(name="waiting", title="Waiting requests", x=x, y=Axis(
             label="arrived, prefill not begun", from_zero=True), series=[Series(
-                label="measured", kind="steps", x=at_s.tolist(), y=waiting.tolist())])]
+                label="measured", kind="steps", x=at_s.tolist(), y=(arrived - begun).tolist())])]
 
 
 def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:

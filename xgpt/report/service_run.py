@@ -5,17 +5,13 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.constraint import Constraint
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import IntArray
+from xgpt.core.problem import QueryTimes
 from xgpt.core.schedule import Schedule
-from xgpt.core.served import ServedMetric
+from xgpt.core.served import MetricFigures
 from xgpt.report.output import QueryColumns
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.service import (
-    attainment,
-    counted,
-    metric_figures,
-    seconds_by_metric,
-)
+from xsimulator.replay.service import attainment, counted, metric_figures, seconds_by_metric
 
 FIGURES = ("mean_s", "p50_s", "p90_s", "p95_s", "p99_s", "share")
 
@@ -26,15 +22,12 @@ def constraint_of(schedule: Schedule) -> Constraint:
     return Constraint(bounds=schedule.bounds, attainment=wanted)
 
 
-def seconds_of(queries: QueryColumns,
-               rows: IntArray | slice = slice(None)) -> dict[ServedMetric, FloatArray]:
-    """{metric: [rows] seconds}; nan for the time per token of a single one."""
-    found: dict[ServedMetric, FloatArray] = {
-        "queueing": queries.times("encode_start_s") - queries.times("arrival_s"),
-        "ttft": queries.times("ttft_s"), "tpot": queries.times("tpot_s"),
-        "latency": queries.times("latency_s"), "latency_per_token":
-            queries.times("latency_s") / np.maximum(queries.counts("output_tokens"), 1)}
-    return {name: every[rows] for name, every in found.items()}
+def times_of(queries: QueryColumns) -> QueryTimes:
+    """The moments of requests that arrived over time."""
+    arrival_s = queries.times("arrival_s")
+    return QueryTimes(arrival_s=arrival_s, start_s=queries.times("encode_start_s"),
+                      first_token_s=arrival_s + queries.times("ttft_s"),
+                      last_token_s=arrival_s + queries.times("latency_s"))
 
 
 def service_facts(queries: QueryColumns, schedule: Schedule | None,
@@ -42,22 +35,25 @@ def service_facts(queries: QueryColumns, schedule: Schedule | None,
     """`served` of metrics.json, measured and predicted: rate, attainment, figures of each metric.
     The first and the last tenth of the requests by arrival are left out; {} of a batch job.
     `replayed`: these requests, arriving as they did; None: what the schedule expects."""
-    arrival_s = queries.times("arrival_s")
-    if schedule is None or schedule.served is None or not np.isfinite(arrival_s).any():
+    times = times_of(queries)
+    if schedule is None or schedule.served is None or not np.isfinite(times.arrival_s).any():
         return {}
-    constraint, seconds = constraint_of(schedule), seconds_of(queries, counted(arrival_s))
-    share, metrics = schedule.served.attainment, schedule.served.metrics
-    if replayed is not None:
-        rows = counted(replayed.times.arrival_s)
-        expected = {name: every[rows] for name, every in seconds_by_metric(
-            replayed.times, replayed.output_tokens).items()}
-        share, metrics = attainment(expected, constraint), metric_figures(expected, constraint)
-    rate = (len(arrival_s) - 1) / max(float(np.ptp(arrival_s)), 1e-9)
-    pairs = {"rate": (rate, schedule.served.rate),
-             "attainment": (attainment(seconds, constraint), share)}
-    others = {one.metric: one for one in metrics}
-    for one in metric_figures(seconds, constraint):
+    own, limits = schedule.served, constraint_of(schedule)
+    share, metrics = _figures(times, queries.counts("output_tokens"), limits)
+    expected, others = (own.attainment, own.metrics) if replayed is None else _figures(
+        replayed.times, replayed.output_tokens, limits)
+    rate = (len(queries) - 1) / max(float(np.ptp(times.arrival_s)), 1e-9)
+    pairs = {"rate": (rate, own.rate), "attainment": (share, expected)}
+    predicted = {one.metric: one for one in others}
+    for one in metrics:
         pairs |= {f"{one.metric}_{name}": (getattr(one, name), getattr(
-            others.get(one.metric), name, None)) for name in FIGURES}
+            predicted.get(one.metric), name, None)) for name in FIGURES}
     return {"served": {key: dict(zip(("measured", "predicted"), pair, strict=True))
                        for key, pair in pairs.items()}}
+
+
+def _figures(times: QueryTimes, output_tokens: IntArray,
+             limits: Constraint) -> tuple[float | None, tuple[MetricFigures, ...]]:
+    rows = counted(times.arrival_s)
+    seconds = {name: every[rows] for name, every in seconds_by_metric(times, output_tokens).items()}
+    return attainment(seconds, limits), metric_figures(seconds, limits)

@@ -44,7 +44,7 @@ def service_facts(schedule: Schedule, unit: str = " unit of price") -> Iterator[
                    f"{served.routing}")
     yield "attainment", attainment_words(served)
     yield "binding", BINDS[served.binds]
-    for row in sorted((row for row in schedule.rejected if row.kind == "policy"),
+    for row in sorted((row for row in schedule.rejected if row.kind == "policy" and row.words),
                       key=lambda row: -(row.throughput_qps or 0.0))[:1]:
         rate = "" if row.throughput_qps is None else f" with {plain(row.throughput_qps)} requests/s"
         yield "second best", f"{row.name}{rate}: {row.reason}"

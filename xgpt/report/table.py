@@ -40,7 +40,7 @@ def schedule_table(schedule: Schedule) -> str:
 def schedule_details(schedule: Schedule, job: Mapping[str, Any] | None = None) -> str:
     """All tables of a schedule: facts, choice and stages. job: figures of a JobPrediction, which
     stand first."""
-    expected = [] if job is None else [
+    expected = [] if job is None or schedule.served else [
         ("time", format_seconds(job["wall_s"])),
         ("throughput", rates(job["throughput_qps"], job["output_tokens_per_s"]) + OF_JOB)]
     return "\n".join(filter(None, (_lines(expected), schedule_table(schedule),

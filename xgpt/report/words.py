@@ -82,9 +82,10 @@ def subject(output: Output, metrics: Mapping[str, Any]) -> str:
 
 def expected_words(metrics: Mapping[str, Any]) -> str | None:
     """`Expected 12.0 s, took 13.6 s: 13 % slower`, with the causes if known; None without a
-    prediction."""
+    prediction, or of a service, whose duration is that of its arrivals."""
     took_s, expected_s = (number(metrics, "wall_s", key) for key in ("measured", "predicted"))
-    if took_s is None or not expected_s or not math.isfinite(expected_s):
+    if took_s is None or not expected_s or not math.isfinite(expected_s) or (
+            "served" in metrics):
         return None
     off, is_after = took_s / expected_s - 1, metrics.get("is_predicted_for_lengths") is True
     change = "as expected" if abs(off) < _AS_EXPECTED else (

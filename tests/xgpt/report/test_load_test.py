@@ -74,3 +74,4 @@ def test_its_page_has_attainment_and_waiting_requests_over_time(folder):
     page = write_report(folder).read_text(encoding="utf-8")
     assert "of the requests kept all limits" in page and 'data-chart="waiting"' in page
     assert "seconds from the arrival to a request" in page and "slower" not in page
+    assert "--over rate=" in page and "--price" not in page
