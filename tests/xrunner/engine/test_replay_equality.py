@@ -33,7 +33,10 @@ BASELINES = [("ft", (1, 1), {"encode_batch": 9, "decode_micro_batches": 2}),
              ("orca", (1,), {"max_active": 6}),
              ("orca", (2, 1), {"max_active": 7, "tp_degree": 2, "tp_gpus": 2}),
              ("vllm", (1, 1), {"max_active": 9, "token_budget": 60}),
-             ("sarathi", (1, 1), {"max_active": 9, "token_budget": 12})]
+             ("sarathi", (1, 1), {"max_active": 9, "token_budget": 12}),
+             ("mixed", (1, 1), {"max_active": 9, "token_budget": 60}),
+             ("lightllm", (1,), {"max_active": 9, "token_budget": 60})]
+EVICTING = ("vllm", "sarathi", "mixed")
 WAA = [(2, {"encode_batch": 4}), (2, {"encode_batch": 6, "decode_micro_batches": 2}),
        (4, {"encode_batch": 3, "decode_micro_batches": 3}),
        (4, {"encode_batch": 4, "decode_micro_batches": 2, "tp_degree": 2, "tp_gpus": 2})]
@@ -41,7 +44,7 @@ WAA = [(2, {"encode_batch": 4}), (2, {"encode_batch": 6, "decode_micro_batches":
 CHUNKS = [("llama", (1,), 5, 4, 6, False), ("llama", (1, 1), 13, 6, 4, False),
           ("llama", (1, 1), 1000, 5, 3, True), ("opt", (1,), 13, 3, 1, False),
           ("gpt2", (1, 1), 5, 9, 12, True), ("qwen2", (2, 1), 9, 5, 4, False)]
-FAMILIES, DECODER_ONLY = ("llama", "t5"), ("orca", "vllm", "sarathi")
+FAMILIES, DECODER_ONLY = ("llama", "t5"), ("orca", *EVICTING, "lightllm")
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +103,11 @@ def check_pipeline(work: Any, policy: str, degrees: tuple[int, ...], variables: 
 # those that evict where memory is tight do so there alone
 @pytest.mark.parametrize(("family", "policy", "degrees", "variables", "is_tight"), [
     *in_turns(RRA, is_large=lambda case: case[1] == (2, 2)),
-    *in_turns(BASELINES, lambda case: case[0] in ("vllm", "sarathi"))])
+    *in_turns(BASELINES, lambda case: case[0] in EVICTING)])
 def test_a_run_and_its_replay_take_the_same_steps(work, family, policy, degrees, variables,
                                                   is_tight):
     result, _ = check_pipeline(work(family), policy, degrees, variables, is_tight)
-    assert (result.preemptions > 0) == (is_tight and policy in ("vllm", "sarathi"))
+    assert (result.preemptions > 0) == (is_tight and policy in EVICTING)
 
 
 @pytest.mark.parametrize(("family", "degrees", "chunk", "batch", "iterations", "is_tight"), CHUNKS)

@@ -53,6 +53,8 @@ RULES = {
     "sarathi": lambda: rule_of("sarathi", batch=9, kv_tokens=900, budget=12),
     "sarathi, short of memory": lambda: rule_of("sarathi", groups=2, batch=12, kv_tokens=224,
                                                 budget=12),
+    "mixed, short of memory": lambda: rule_of("mixed", batch=9, kv_tokens=160, budget=50),
+    "lightllm": lambda: rule_of("lightllm", batch=9, kv_tokens=160, budget=50),
     "ft": lambda: rule_of("ft", groups=2, batch=8)}
 
 
