@@ -69,9 +69,8 @@ def workload_screen(figures: dict[str, Any]) -> str:
     lines = [fact("requests", f"{figures['requests']:,}" + (
         f" in {format_seconds(own['seconds'])}" if own else ""))]
     if own:
-        lines += [fact("rate", f"{own['rate']:.4g} requests/s, CV of the gaps {own['cv']:.2f}"),
-                  fact("a minute", f"{own['least_per_minute']:,} to {own['most_per_minute']:,} "
-                       "requests")]
+        lines.append(fact("rate", f"{own['rate']:.4g} requests/s, {own['least_per_minute']:,} to "
+                          f"{own['most_per_minute']:,} a minute; CV of the gaps {own['cv']:.2f}"))
     if lengths:
         if lengths["correlation"] is not None:
             lines.append(fact("correlation", f"{lengths['correlation']:.2f} of inputs and outputs"))

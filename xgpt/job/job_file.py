@@ -280,8 +280,7 @@ def _check(job: Job, reading: typed.Reading) -> None:
     if job.calibration is not None and (job.profile is not None or job.cluster == LOCAL_CLUSTER):
         reading.reject("plan.calibration", "left out where step times are measured: with "
                        f"`profile`, and on `cluster: {LOCAL_CLUSTER}`")
-    # where requests arrive, a deadline counts from the arrival
-    for key in ("makespan_s", *(("deadline_s",) if job.workload.arrivals is None else ())):
+    for key in ("makespan_s", "deadline_s") if job.workload.arrivals is None else ():
         if reading.has(f"constraint.{key}") and not (
                 job.workload.requests or job.workload.count):
             reading.reject(f"constraint.{key}", "of a job with requests: give workload.requests, "
