@@ -249,6 +249,7 @@ def _with_limit(problem: Problem, latency_bound_s: float | None) -> Problem:
 
 
 def _with_idle_note(problem: Problem, schedule: Schedule) -> Schedule:
-    """The schedule with a note on devices that no replica uses."""
-    note = idle_note(problem.cluster, schedule.estimate)
+    """The schedule with a note on devices that no replica uses, unless few are wanted."""
+    is_few = problem.arrivals is not None and problem.constraint.objective != "throughput"
+    note = "" if is_few else idle_note(problem.cluster, schedule.estimate)
     return schedule.changed(notes=(*schedule.estimate.notes, note)) if note else schedule

@@ -20,13 +20,10 @@ GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
 MEASURES = {  # key of metrics.json -> (label, unit)
     "throughput_qps": ("Throughput", "requests/s"),
     "output_tokens_per_s": ("Output tokens", "tokens/s"),
-    "latency_p50_s": ("Latency P50", "s"), "latency_p99_s": ("Latency P99", "s"),
-    "ttft_p50_s": ("TTFT P50", "s"), "ttft_p99_s": ("TTFT P99", "s"),
-    "tpot_p50_s": ("TPOT P50", "s"), "tpot_p99_s": ("TPOT P99", "s"),
     "served.attainment": ("Attainment", "%"),
-    **{f"served.{key}_{share.lower()}_s": (f"{label} {share}", "s") for key, label in (
-        ("queueing", "Queueing"), ("ttft", "TTFT"), ("tpot", "TPOT"), ("latency", "Latency"))
-       for share in ("P50", "P90", "P99")},
+    **{f"{of}{key}_{share.lower()}_s": (f"{label} {share}", "s") for of in ("", "served.")
+       for key, label in (("latency", "Latency"), ("ttft", "TTFT"), ("tpot", "TPOT"),
+                          ("queueing", "Queueing")) for share in ("P50", "P90", "P99")},
     "wall_s": ("Time of the run", "s"), "load_s": ("Time to load", "s"),
     "overhead_share": ("Overhead", "%"),
     "prefixes.encoded_tokens": ("Input tokens encoded", "tokens"),

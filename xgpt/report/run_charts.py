@@ -22,7 +22,8 @@ from xgpt.report.words import counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.service import limits_of, seconds_by_metric
 
-_CURVE, _PARTS = 200, 40  # chosen: points of a curve, and of one over arrivals
+_CURVE, _PARTS = 200, 40  # chosen: points of a curve, and most of one over arrivals
+_LEAST_OF_PART = 10  # chosen: requests of such a point
 # the count of xrunner.devices.peak_memory_bytes, which differs from the prediction's
 _PEAK = (" Measured: the peak of its process since loading began. On a GPU it counts torch's "
          "memory; on a CPU the whole process, with the interpreter, torch and pages of files that "
@@ -140,7 +141,7 @@ def service(output: Output) -> list[Chart]:
     is_late = np.logical_or.reduce([
         seconds[metric] > bound.limit_s for metric, bound in limits_of(
             constraint_of(output.schedule))])
-    parts = np.array_split(np.argsort(since_s), min(_PARTS, len(since_s)))
+    parts = np.array_split(np.argsort(since_s), max(min(_PARTS, len(since_s) // _LEAST_OF_PART), 1))
     moments_s = np.sort(since_s), np.sort(since_s + seconds["queueing"])
     at_s = np.linspace(0, moments_s[1][-1], 600)
     arrived, begun = (np.searchsorted(one, at_s, "right") for one in moments_s)

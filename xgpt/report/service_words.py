@@ -59,9 +59,7 @@ def service_facts(schedule: Schedule, unit: str = " unit of price") -> Iterator[
 def attainment_words(served: Served) -> str:
     """The share that keeps all limits, rounded down, beside the share that must."""
     if served.attainment is None:
-        return "no limit was set" + "".join(
-            f"; capacity keeps queueing P99 below {format_seconds(one.limit_s)}"
-            for one in served.metrics if one.limit_s)
+        return "no limit was set; capacity keeps the limit below on the P99 of queueing"
     wanted = "each has its own quantile" if served.wanted is None else (
         f"{served.wanted * 100:g} % must")
     return f"{floor_percent(served.attainment)} of the requests keep all limits; {wanted}"

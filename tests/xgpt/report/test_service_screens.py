@@ -49,9 +49,7 @@ def test_what_was_not_proved_or_not_settled_or_not_asked_is_said():
     assert facts(search=replace(own, by_estimate=0))["search"].endswith("none can be better")
     assert "NOT SETTLED" in facts(capacity=replace(SERVED.capacity, is_settled=False))["capacity"]
     assert "price" in facts()["capacity"] and "price" not in facts(price_per_hour=0.0)["capacity"]
-    waits = replace(SERVED.metrics[0], limit_s=5.0)
-    assert facts(attainment=None, wanted=None, metrics=(waits,))["attainment"] == (
-        "no limit was set; capacity keeps queueing P99 below 5.00 s")
+    assert facts(attainment=None, wanted=None)["attainment"].startswith("no limit was set")
     # without a joint share each limit has its quantile beside it
     assert "400 ms P90" in shown(wanted=None) and "400 ms P90" not in shown()
 
