@@ -316,10 +316,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """A sentence about the fastest run and its lead, if all have a throughput."""
+    """A sentence about the fastest run and its lead, if all have a throughput of their own."""
     rates = {run.name: rate for run in runs if (rate := run.measured("throughput_qps"))}
-    text = f"{len(runs)} runs"
-    if len(rates) < len(runs) or len(runs) < 2:
+    text, given = f"{len(runs)} runs", any("served" in run.metrics for run in runs)
+    if len(rates) < len(runs) or len(runs) < 2 or given:
         return text
     first, second, *_ = sorted(rates, key=lambda name: -rates[name])
     ratio, slowest = rates[first] / rates[second], min(rates.values())
