@@ -46,7 +46,7 @@ class Native:
         self.busy.restype = self.tell.restype = None
         self.forget.restype = self.forget_clock.restype = None
         self.clock.argtypes = [FETCH, *[address] * 2]
-        self.replayed.argtypes = [number, *[address] * 2]
+        self.replayed.argtypes = [number, *[address] * 5]
         self.busy.argtypes = [address, *[ctypes.c_double] * 2, address]
         self.tell.argtypes, self.forget.argtypes = [address, TELL], [address]
         self.forget_clock.argtypes = [address]

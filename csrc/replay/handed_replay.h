@@ -1,6 +1,6 @@
-/* A replay of two pools, of which one encodes by WAA's rule and hands over to the other. As
- * xsimulator/replay/event_replay.py, pool.py, pipeline.py and kernel.py: the same events in the
- * same order of (seconds, priority, sequence), and the same sums. */
+/* A replica of two pools, of which one encodes by WAA's rule and hands over to the other. As
+ * xsimulator/replay/handover.py, pool.py and pipeline.py: the same events in the same order, and
+ * the same sums. */
 #pragma once
 
 #include <stdint.h>
@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <queue>
-#include <tuple>
 #include <vector>
 
 #include "pool_replay.h"
@@ -19,8 +17,7 @@
 
 namespace xgpt_handing {
 
-using Query = xgpt_replay::Query;
-using Group = xgpt_replay::Rows<Query>;
+using Group = xgpt_replay::Rows;
 
 struct Pool {
     Pool(xgpt_times::Clock &clock, const double *factors, bool is_told, int64_t num_groups)
@@ -32,97 +29,64 @@ struct Pool {
     bool is_idle = true;
 };
 
-/* `order`: requests as they arrive; `left`: their remaining iterations. */
+/* Factors of the seconds of all stages; inputs[requests] tokens. */
 struct Given {
-    int64_t queries, gives_token, compacts, is_told;
-    const double *factors;  // factors of the seconds of all stages
-    const int64_t *inputs, *left, *order;
-    const double *arrival_s;
+    int64_t gives_token, compacts, is_told;
+    const double *factors;
+    const int64_t *inputs;
 };
 
-class Replay {
+class Replay : public xgpt_replay::Replica {
 public:
-    Replay(const Given &given, xgpt_waa::EncodeRule &encode, int64_t encode_groups,
-           xgpt_waa::DecodeRule &decode, int64_t decode_groups,
-           xgpt_times::Clock &encode_clock, xgpt_times::Clock &decode_clock,
-           const xgpt_times::Blocks &handover_s)
-        : queries(given.queries), encoding(encode_clock, given.factors, given.is_told, encode_groups),
+    Replay(const Given &given, xgpt_replay::Job &job, const xgpt_waa::EncodeFacts &encode,
+           const xgpt_reserving::Sizer &sizer, const xgpt_waa::DecodeFacts &decode,
+           const xgpt_waa::Asked &asked, xgpt_times::Clock &encode_clock,
+           xgpt_times::Clock &decode_clock, const xgpt_times::Blocks &handover_s)
+        : Replica(job), encoding(encode_clock, given.factors, given.is_told, encode.groups),
           decoding(decode_clock, given.factors + encode_clock.stages, given.is_told,
-                   decode_groups), given_(given), encode_(encode), decode_(decode),
-          handover_s_(handover_s) {}
+                   decode.groups), given_(given), encode_(encode, sizer, asked),
+          decode_(decode, asked), handover_s_(handover_s) {}
 
-    std::vector<Query> queries;
-    Pool encoding, decoding;
-    std::vector<double> sent;  // [3]: step, begin, end
-
-    void run() {
-        announce();
-        while (!events_.empty()) {
-            const Event event = events_.top();
-            events_.pop();
-            act(event, event.at_s);
-        }
+    void submit(int64_t q) override { encode_.submit(q); }
+    void wake(double now) override {
+        give(now);
+        wake(encoding, now);
     }
-
-private:
-    enum Priority : int64_t { ARRIVAL, TURN };
-    enum What : int64_t { COME, ARRIVE, END_EARLY, ENCODE_TURNS, ENCODE_ON, DECODE_TURNS, DECODE_ON };
-    struct Event {
-        double at_s;
-        int64_t priority, sequence;
-        What what;
-        int64_t which;
-        bool operator<(const Event &other) const {  // the first event is the greatest
-            return std::tie(at_s, priority, sequence) >
-                   std::tie(other.at_s, other.priority, other.sequence);
-        }
-    };
-    Given given_;
-    xgpt_waa::EncodeRule &encode_;
-    xgpt_waa::DecodeRule &decode_;
-    xgpt_times::Blocks handover_s_;
-    std::priority_queue<Event> events_;
-    int64_t sequence_ = 0, coming_ = 0;
-    double link_free_s_ = -std::numeric_limits<double>::infinity();
-    std::vector<std::vector<int64_t>> under_way_;  // handovers: their requests
-    std::vector<int64_t> joined_;
-    xgpt_waa::Decided step_;
-
-    void at(double at_s, Priority priority, What what, int64_t which) {
-        events_.push({at_s, priority, ++sequence_, what, which});
-    }
-    bool is_free_until(double at_s) const { return events_.empty() || events_.top().at_s > at_s; }
-
-    void act(const Event &event, double now) {
-        switch (event.what) {
-            case COME: return come(now);
-            case ARRIVE: return arrive(under_way_[event.which], now);
-            case END_EARLY: return end_early(event.which, now);
-            case ENCODE_ON: encode(event.which, now); [[fallthrough]];
+    void act(int64_t what, int64_t which, double now) override {
+        switch (what) {
+            case ARRIVE: return arrive(under_way_[which], now);
+            case END_EARLY: return end_early(which, now);
+            case ENCODE_ON: encode(which, now); [[fallthrough]];
             case ENCODE_TURNS: return take_turns(encoding, now);
-            case DECODE_ON: decode(event.which, now); [[fallthrough]];
+            case DECODE_ON: decode(which, now); [[fallthrough]];
             case DECODE_TURNS: return take_turns(decoding, now);
         }
     }
+    std::vector<xgpt_replay::Line *> lines() override { return {&encoding.line, &decoding.line}; }
+    std::vector<double> handovers() override { return std::move(sent); }
 
-    /* Arrivals */
-    void announce() {
-        if (coming_ < given_.queries)
-            at(given_.arrival_s[given_.order[coming_]], ARRIVAL, COME, 0);
-    }
-    void come(double now) {
-        while (coming_ < given_.queries && given_.arrival_s[given_.order[coming_]] <= now)
-            encode_.submit(given_.order[coming_++]);
-        give(now);
-        wake(encoding, now);
-        announce();
+private:
+    enum What : int64_t { ARRIVE, END_EARLY, ENCODE_TURNS, ENCODE_ON, DECODE_TURNS, DECODE_ON };
+    Pool encoding, decoding;
+    std::vector<double> sent;  // [3]: step, begin, end
+    Given given_;
+    xgpt_waa::EncodeRule encode_;
+    xgpt_waa::DecodeRule decode_;
+    xgpt_times::Blocks handover_s_;
+    double link_free_s_ = -std::numeric_limits<double>::infinity();
+    std::vector<std::vector<int64_t>> under_way_;  // handovers: their requests
+    std::vector<int64_t> joined_, early_;
+    xgpt_waa::Decided step_;
+
+    void at(double at_s, xgpt_replay::Priority priority, What what, int64_t which) {
+        kernel().at(at_s, priority, *this, what, which);
     }
 
     /* PoolProcess */
     void wake(Pool &pool, double now) {
         if (!pool.is_idle) return;
         pool.is_idle = false;
-        at(now, TURN, &pool == &encoding ? ENCODE_TURNS : DECODE_TURNS, 0);
+        at(now, xgpt_replay::TURN, &pool == &encoding ? ENCODE_TURNS : DECODE_TURNS, 0);
     }
     void take_turns(Pool &pool, double now) {
         const bool encodes = &pool == &encoding;
@@ -131,7 +95,8 @@ private:
             const Group &group = pool.groups[g];
             double at_s = now > pool.line.free_s[0] ? now : pool.line.free_s[0];
             if (group.is_awaited && group.ready_s > at_s) at_s = group.ready_s;
-            if (!is_free_until(at_s)) return at(at_s, TURN, encodes ? ENCODE_ON : DECODE_ON, g);
+            if (!kernel().is_free_until(at_s))
+                return at(at_s, xgpt_replay::TURN, encodes ? ENCODE_ON : DECODE_ON, g);
             now = at_s;
             encodes ? encode(g, now) : decode(g, now);
         }
@@ -139,9 +104,6 @@ private:
     }
     void note_memory(Pool &pool, double now) {
         pool.line.note_memory(&pool == &encoding ? encode_.held() : decode_.held(), now);
-    }
-    void begin(int64_t query, double now) {
-        if (std::isnan(queries[query].start_s)) queries[query].start_s = now;
     }
     /* PoolHead.turn of the encode pool */
     void encode(int64_t g, double now) {
@@ -177,11 +139,10 @@ private:
         for (int64_t query : group.done) {
             decode_.finish(query);
             group.leave(queries[query]);
-            queries[query].last_s = now;
         }
         for (int64_t query : group.done) tell(query, now);
         group.first.clear();
-        group.done.clear();
+        end(group.done, now);
         group.is_awaited = false;
     }
     void execute(Group &group, int64_t g, double now) {
@@ -218,7 +179,7 @@ private:
     }
     void join(Group &group, int64_t g, const std::vector<int64_t> &joined) {
         for (int64_t query : joined) {
-            group.enter(g, query, queries[query], given_.inputs[query], given_.left[query]);
+            group.enter(g, query, queries[query], given_.inputs[query], queries[query].left);
             if (!given_.gives_token) group.fresh.push_back(query);
         }
     }
@@ -229,18 +190,19 @@ private:
         int64_t tokens = 0;
         for (int64_t query : joined_) {
             if (given_.gives_token) queries[query].first_s = encoded_s;
-            if (given_.left[query] > 0) {
+            if (queries[query].left > 0) {
                 leaving.push_back(query);
                 tokens += given_.inputs[query];
             } else {
-                at(encoded_s, ARRIVAL, END_EARLY, query);
+                at(encoded_s, xgpt_replay::ARRIVAL, END_EARLY, query);
             }
         }
         if (leaving.empty()) return encoded_s;
         const double begin_s = std::max(encoded_s, link_free_s_);
         link_free_s_ = begin_s + *handover_s_.row(tokens);
         for (double value : {static_cast<double>(step), begin_s, link_free_s_}) sent.push_back(value);
-        at(link_free_s_, ARRIVAL, ARRIVE, static_cast<int64_t>(under_way_.size()));
+        at(link_free_s_, xgpt_replay::ARRIVAL, ARRIVE,
+           static_cast<int64_t>(under_way_.size()));
         under_way_.push_back(std::move(leaving));
         return link_free_s_;
     }
@@ -277,8 +239,9 @@ private:
     void end_early(int64_t query, double now) {
         encode_.finish(query);
         note_memory(encoding, now);
-        queries[query].last_s = now;
         tell(query, now);
+        early_.assign(1, query);
+        end(early_, now);
     }
     void tell(int64_t query, double now) {
         encode_.release(query);

@@ -20,8 +20,10 @@ using xgpt_rooms::Group;
 
 class Replay : public xgpt_rooms::Replay {
 public:
-    Replay(const xgpt_replay::Given &given, const Facts &facts, const xgpt_rooms::Asked &asked)
-        : xgpt_rooms::Replay(given, facts.groups, asked), facts_(facts), decoded_(facts.groups) {}
+    Replay(const xgpt_replay::Given &given, xgpt_replay::Job &job, const Facts &facts,
+           const xgpt_rooms::Asked &asked)
+        : xgpt_rooms::Replay(given, job, facts.groups, asked), facts_(facts),
+          decoded_(facts.groups) {}
 
 private:
     Facts facts_;

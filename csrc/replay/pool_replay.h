@@ -1,6 +1,6 @@
 /* What replays share, whatever the rules: rows of groups (GroupRows in
  * xsimulator/replay/queries.py), stages of a pool (Pipeline in pipeline.py), and turns of a
- * single pool (PoolHead in pool.py). */
+ * replica with a single pool (PoolProcess in pool.py). */
 #pragma once
 
 #include <stdint.h>
@@ -13,26 +13,17 @@
 #include <utility>
 #include <vector>
 
+#include "replica.h"
 #include "step_times.h"
 
 namespace xgpt_replay {
 
-constexpr double NEVER = std::numeric_limits<double>::quiet_NaN();
-
 enum Kind : int64_t { ENCODE, DECODE, MIXED };
-
-/* A request's row: its group (-1: none), and context and last iteration, counted from the
- * group's first. Seconds: start of its encoding, first and last token. */
-struct Query {
-    int64_t group = -1, base = 0, end = -1;
-    double start_s = NEVER, first_s = NEVER, last_s = NEVER;
-};
 
 /* A group's rows. A request that was evicted and came again may be in `entered` and `longest`
  * more than once: only what its row says is valid. The longest is searched only for padded rows.
  * `first`, `done`: requests whose first or last token is awaited, which is there at `ready_s`.
  * `fresh`: those that joined without a token and were not decoded yet. */
-template <class Query>
 struct Rows {
     bool is_padded = false, is_awaited = false;
     double ready_s = 0.0;
@@ -72,7 +63,7 @@ struct Rows {
         return gone ? static_cast<double>(gone * rows) / static_cast<double>(rows + gone) : 0.0;
     }
     /* Writes rows, mean context and longest context into `sizes`. */
-    void decode(int64_t g, std::vector<Query> &queries, xgpt_times::Sizes &sizes) {
+    void decode(int64_t g, Query *queries, xgpt_times::Sizes &sizes) {
         iterations += 1;
         while (!longest.empty() && (queries[longest.top().second].group != g ||
                                     queries[longest.top().second].base != longest.top().first))
@@ -176,60 +167,39 @@ private:
     int64_t noted_ = -1;
 };
 
-/* Input of a single pool: its clock and factors[stages] of its seconds, number of requests, their
- * order[requests] of arrival and arrival_s[requests], whether encoding yields a token, whether rows
- * are compacted. */
+/* Input of a replica with a single pool: the clock and factors[stages] of its seconds, whether
+ * encoding yields a token, whether rows are compacted. */
 struct Given {
     xgpt_times::Clock &clock;
     const double *factors;
-    int64_t queries;
-    const int64_t *order;
-    const double *arrival_s;
     bool gives_token, is_told, compacts;
 };
 
 /* Turns of a rule, which chooses the group of the next one (-1: nothing to do) and decides its
- * step. Query has the members of Query above, Group those of Rows. */
-template <class Query, class Group>
-class PoolReplay {
+ * step. Group has the members of Rows. */
+template <class Group>
+class PoolReplay : public Replica {
 public:
-    PoolReplay(const Given &given, int64_t num_groups)
-        : line(given.clock, given.factors, given.is_told), queries(given.queries),
-          groups_(num_groups), gives_token_(given.gives_token), compacts_(given.compacts),
-          order_(given.order), arrival_s_(given.arrival_s) {
-        line_.reserve(given.queries);
+    PoolReplay(const Given &given, Job &job, int64_t num_groups)
+        : Replica(job), line(given.clock, given.factors, given.is_told), groups_(num_groups),
+          gives_token_(given.gives_token), compacts_(given.compacts) {
         for (Group &group : groups_) group.is_padded = given.clock.is_padded();
     }
-    virtual ~PoolReplay() = default;
 
-    void run() {
-        const size_t count = queries.size();
-        for (size_t come = 0;;) {
-            const int64_t g = next_group();
-            if (g < 0) {  // the head sleeps
-                if (come == count) return;
-                line.free_s[0] = std::max(line.free_s[0], arrival_s_[order_[come]]);
-                come = submit(come, arrival_s_[order_[come]]);
-                continue;
-            }
-            const bool waits = groups_[g].is_awaited && needs_tokens();
-            const double at_s = waits ? std::max(line.free_s[0], groups_[g].ready_s)
-                                      : line.free_s[0];
-            // the group is chosen before these come
-            if (come < count) come = submit(come, at_s);
-            now_ = at_s;
-            line.begin_turn(at_s);
-            joined_.clear();
-            moved_.clear();
-            turn(g, waits);
-        }
+    void submit(int64_t q) override { line_.push_back(q); }
+    void wake(double now) override {
+        if (!is_idle_) return;
+        is_idle_ = false;
+        kernel().at(now, TURN, *this, -1);
     }
-
-    Line line;
-    std::vector<Query> queries;
-    int64_t preemptions = 0;
+    void act(int64_t g, int64_t, double now) override {
+        if (g >= 0) take_turn(g, now);
+        take_turns(now);
+    }
+    std::vector<Line *> lines() override { return {&line}; }
 
 protected:
+    Line line;
     std::vector<Group> groups_;
     std::vector<int64_t> joined_, moved_;  // requests encoded and evicted by the step
     double now_ = 0.0;
@@ -238,33 +208,32 @@ protected:
     std::vector<int64_t> line_;  // requests that have come, in line from `next_` on
 
     int64_t num_waiting() const { return static_cast<int64_t>(line_.size()) - next_; }
-
     virtual int64_t next_group() = 0;
     /* Whether the next turn waits for the tokens of its group. */
     virtual bool needs_tokens() const { return true; }
     /* `takes`: whether the group's tokens are there to be collected. */
     virtual void turn(int64_t g, bool takes) = 0;
 
-    template <class End>
-    void collect(Group &group, const End &end) {
+    /* Takes up the tokens of a group; calls leave(request) for each that is done. */
+    template <class Leave>
+    void collect(Group &group, const Leave &leave) {
         for (int64_t q : group.first)
             if (std::isnan(queries[q].first_s)) queries[q].first_s = now_;
-        for (int64_t q : group.done) end(q);
+        for (int64_t q : group.done) leave(q);
         group.first.clear();
-        group.done.clear();
         group.is_awaited = false;
     }
     void chunk(int64_t q, int64_t first, int64_t tokens) {
         line.chunk(q, first, tokens);
-        if (std::isnan(queries[q].start_s)) queries[q].start_s = now_;
+        begin(q, now_);
     }
     void decode(Group &group, int64_t g) {
         group.decode(g, queries, line.sizes);
         if (compacts_) line.sizes.moved = group.moved();
         if (!gives_token_) std::swap(group.first, group.fresh);
     }
-    void enter(Group &group, int64_t g, int64_t q, int64_t context, int64_t left) {
-        group.enter(g, q, queries[q], context, left);
+    void enter(Group &group, int64_t g, int64_t q, int64_t context) {
+        group.enter(g, q, queries[q], context, queries[q].left);
         (gives_token_ ? group.first : group.fresh).push_back(q);
     }
     void work(Group &group, Kind kind, int64_t g, int64_t phase, int64_t iteration) {
@@ -278,13 +247,25 @@ protected:
     }
 
 private:
-    const int64_t *order_;
-    const double *arrival_s_;
+    bool is_idle_ = true;
 
-    size_t submit(size_t come, double until_s) {
-        for (; come < queries.size() && arrival_s_[order_[come]] <= until_s; ++come)
-            line_.push_back(order_[come]);
-        return come;
+    bool waits(int64_t g) const { return groups_[g].is_awaited && needs_tokens(); }
+    void take_turns(double now) {
+        is_idle_ = false;
+        for (int64_t g; (g = next_group()) >= 0;) {
+            now = std::max(now, line.free_s[0]);
+            if (waits(g)) now = std::max(now, groups_[g].ready_s);
+            if (!kernel().is_free_until(now)) return kernel().at(now, TURN, *this, g);
+            take_turn(g, now);
+        }
+        is_idle_ = true;
+    }
+    void take_turn(int64_t g, double now) {
+        now_ = now;
+        line.begin_turn(now);
+        joined_.clear();
+        moved_.clear();
+        turn(g, waits(g));
     }
 };
 

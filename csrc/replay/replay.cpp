@@ -1,5 +1,6 @@
-/* Replays (xsimulator/replay/native_replay.py) of a single pool, by a rule with rooms or of static
- * batches; and of two pools, of which one encodes by WAA's rule and hands over to the other. */
+/* Replays (xsimulator/replay/native_replay.py) of requests that arrive, on replicas: of a single
+ * pool, by a rule with rooms or of static batches; or of two pools, of which one encodes by WAA's
+ * rule and hands over to the other. */
 #include "handed_replay.h"
 #include "paged_replay.h"
 #include "reserved_replay.h"
@@ -10,29 +11,28 @@ namespace {
 /* Takes `size` bytes, which it copies. */
 using Tell = void (*)(const void *place, int64_t size);
 
-/* Result of a replay: records of its pools over so many stages, and handovers[3] step, begin,
- * end. */
+/* Result of a replay: records of the pools of all replicas, over so many stages, and by replica
+ * handovers[3] step, begin, end. */
 struct Found {
     std::vector<xgpt_replay::Told> pools;
     std::vector<int64_t> stages;
-    std::vector<double> sent;
+    std::vector<std::vector<double>> sent;
 };
 
-void keep(Found &found, xgpt_replay::Line &line) {
-    found.pools.push_back(std::move(line.told));
-    found.stages.push_back(line.stages);
-}
+/* Kinds of rules, see below. */
+enum Kind : int64_t { PAGED, RESERVED, BATCHED, HANDED };
 
-template <class Query>
-void tell_times(const std::vector<Query> &queries, int64_t preemptions, double *times) {
+void tell_times(const std::vector<xgpt_replay::Query> &queries, double *times) {
+    using xgpt_replay::Query;
     for (double Query::*time : {&Query::start_s, &Query::first_s, &Query::last_s})
         for (const Query &query : queries) *times++ = query.*time;
-    *times = static_cast<double>(preemptions);
 }
 
-/* Input of a replay, as xgpt_replayed gets it. */
+/* Input of a replica, as xgpt_replayed gets it. */
 struct Arguments {
     const void *const *given;
+    xgpt_replay::Job &job;
+    std::vector<xgpt_room::Request> &rooms;  // what rooms note of the requests
 
     const int64_t *ints(int place) const { return static_cast<const int64_t *>(given[place]); }
     const double *reals(int place) const { return static_cast<const double *>(given[place]); }
@@ -41,72 +41,83 @@ struct Arguments {
     }
     xgpt_replay::Given alone() const {
         const int64_t *facts = ints(1);
-        return {clock(0), reals(3), facts[0], ints(7), reals(8), facts[1] != 0, facts[3] != 0,
-                facts[2] != 0};
+        return {clock(0), reals(3), facts[0] != 0, facts[2] != 0, facts[1] != 0};
     }
 };
 
-template <class Replay>
-Found *alone(Replay &&replay, double *times) {
-    replay.run();
-    auto *found = new Found;
-    keep(*found, replay.line);
-    tell_times(replay.queries, replay.preemptions, times);
-    return found;
-}
+using Made = std::unique_ptr<xgpt_replay::Replica>;
 
 xgpt_rooms::Asked asked(const Arguments &args) {
-    const int64_t *facts = args.ints(1), *sizes = args.ints(13);
+    const int64_t *facts = args.ints(1), *sizes = args.ints(10);
+    args.rooms.resize(args.job.queries.size());
     xgpt_rooms::Asked asked = {
-        {facts[5], facts[6], facts[7], facts[8], facts[9], facts[10]},
-        {args.ints(4), args.ints(5), args.ints(10), args.ints(11), args.ints(12), facts[11], {}},
-        {}, sizes[3], args.ints(9), args.ints(6), args.ints(4)};
+        {facts[4], facts[5], facts[6], facts[7], facts[8], facts[9]},
+        {args.ints(4), args.ints(5), args.ints(7), args.ints(8), args.ints(9), facts[10],
+         args.rooms.data()},
+        {}, sizes[3], args.ints(6), args.ints(4)};
     if (!sizes[0]) return asked;
-    asked.forest = {sizes[0], sizes[1], sizes[2], args.ints(15), args.ints(16), args.ints(17),
-                    args.ints(18)};
-    asked.requests.inputs = args.ints(14);
+    asked.forest = {sizes[0], sizes[1], sizes[2], args.ints(12), args.ints(13), args.ints(14),
+                    args.ints(15)};
+    asked.requests.inputs = args.ints(11);
     return asked;
 }
 
-Found *paged(const Arguments &args, double *times) {
+Made paged(const Arguments &args) {
     const int64_t *facts = args.ints(1);
-    return alone(xgpt_paging::Replay(
-        args.alone(), {facts[4], facts[12], facts[13], facts[14]}, asked(args)), times);
+    return std::make_unique<xgpt_paging::Replay>(
+        args.alone(), args.job,
+        xgpt_paging::Facts{facts[3], facts[11], facts[12], facts[13]}, asked(args));
 }
 
-Found *reserved(const Arguments &args, double *times) {
+Made reserved(const Arguments &args) {
     const int64_t *facts = args.ints(1);
     const double *figures = args.reals(2);
-    return alone(xgpt_reserving::Replay(
-        args.alone(), {facts[4], facts[12], facts[13], facts[14], figures[2]},
-        {figures[0], figures[1]}, asked(args)), times);
+    return std::make_unique<xgpt_reserving::Replay>(
+        args.alone(), args.job,
+        xgpt_reserving::Facts{facts[3], facts[11], facts[12], facts[13], figures[2]},
+        xgpt_reserving::Sizer{figures[0], figures[1]}, asked(args));
 }
 
-Found *batched(const Arguments &args, double *times) {
+Made batched(const Arguments &args) {
     const int64_t *facts = args.ints(1);
-    return alone(xgpt_batching::Replay(args.alone(), {facts[4], facts[5], facts[6]}, args.ints(4),
-                                       args.ints(5), args.ints(6), args.ints(9)), times);
+    return std::make_unique<xgpt_batching::Replay>(
+        args.alone(), args.job, xgpt_batching::Facts{facts[3], facts[4], facts[5]}, args.ints(4),
+        args.ints(5), args.ints(6));
 }
 
-Found *handed(const Arguments &args, double *times) {
+Made handed(const Arguments &args) {
     const int64_t *facts = args.ints(1);
     const double *figures = args.reals(2);
-    const xgpt_waa::Asked asked = {facts[0], args.ints(5), args.ints(4),
-                                   {facts[8], facts[16], facts[17], 0, 1, 1}};
-    xgpt_waa::EncodeRule encode({facts[6], facts[4], facts[7], facts[9], facts[10], facts[11],
-                                 figures[2]}, {figures[0], figures[1]}, asked);
-    xgpt_waa::DecodeRule decode({facts[5], facts[12], facts[13], facts[14]}, asked);
-    const auto fetch = reinterpret_cast<xgpt_times::Fetch>(const_cast<void *>(args.given[10]));
-    xgpt_handing::Replay replay(
-        {facts[0], facts[1], facts[2], facts[3], args.reals(3), args.ints(4), args.ints(6),
-         args.ints(7), args.reals(8)},
-        encode, facts[4], decode, facts[5], args.clock(0), args.clock(9),
-        xgpt_times::Blocks(fetch, 0, facts[15], 1));
-    replay.run();
-    auto *found = new Found{{}, {}, std::move(replay.sent)};
-    keep(*found, replay.encoding.line);
-    keep(*found, replay.decoding.line);
-    tell_times(replay.queries, 0, times);
+    const auto fetch = reinterpret_cast<xgpt_times::Fetch>(const_cast<void *>(args.given[7]));
+    return std::make_unique<xgpt_handing::Replay>(
+        xgpt_handing::Given{facts[0], facts[1], facts[2], args.reals(3), args.ints(4)}, args.job,
+        xgpt_waa::EncodeFacts{facts[5], facts[3], facts[6], facts[8], facts[9], facts[10],
+                              figures[2]},
+        xgpt_reserving::Sizer{figures[0], figures[1]},
+        xgpt_waa::DecodeFacts{facts[4], facts[11], facts[12], facts[13]},
+        xgpt_waa::Asked{static_cast<int64_t>(args.job.queries.size()), args.ints(5), args.ints(4),
+                        {facts[7], facts[15], facts[16], 0, 1, 1}},
+        args.clock(0), args.clock(6), xgpt_times::Blocks(fetch, 0, facts[14], 1));
+}
+
+Found *replayed(int64_t kind, int64_t replicas, const void *const *const *given,
+                const xgpt_replay::Coming &coming, xgpt_replay::Job &job, int64_t *preemptions) {
+    Made (*const kinds[])(const Arguments &) = {paged, reserved, batched, handed};
+    std::vector<xgpt_room::Request> rooms;
+    std::vector<Made> made;
+    for (int64_t r = 0; r < replicas; ++r) made.push_back(kinds[kind]({given[r], job, rooms}));
+    xgpt_replay::Routing routing(coming, job, made);
+    job.kernel.are_apart = kind != HANDED && !job.listener;
+    job.kernel.run();
+    auto *found = new Found;
+    for (const Made &replica : made) {
+        for (xgpt_replay::Line *line : replica->lines()) {
+            found->pools.push_back(std::move(line->told));
+            found->stages.push_back(line->stages);
+        }
+        found->sent.push_back(replica->handovers());
+        *preemptions++ = replica->preemptions;
+    }
     return found;
 }
 
@@ -124,12 +135,12 @@ extern "C" void *xgpt_clock(xgpt_times::Fetch fetch, const int64_t *numbers, con
 
 extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::Clock *>(clock); }
 
-/* A replay with paged KV (kind 0), by RRA's rule or ORCA's (1), of static batches (2), or of two
- * pools (3). `given` has addresses of: the clock; facts (number of requests, whether encoding
- * yields a token, whether rows are compacted, whether steps are recorded, then the rule's own);
- * figures of the rule; factors[stages of all pools] of the clock's seconds; inputs[requests] tokens;
- * reserves[requests] (for static batches the most output, or forecast); left[requests] iterations;
- * order[requests] of arrival; arrival_s[requests]; slots[groups].
+/* A replay of numbers[0] requests on numbers[1] replicas with paged KV (kind 0), by RRA's rule or
+ * ORCA's (1), of static batches (2), or of two pools (3). `given`: of each replica the addresses of:
+ * the clock; facts (whether encoding yields a token, whether rows are compacted, whether steps are
+ * recorded, then the rule's own); figures of the rule; factors[stages of all pools] of the clock's
+ * seconds; inputs[requests] tokens; reserves[requests] (for static batches the most output, or
+ * forecast); slots[groups].
  *
  * The rule's own, with rooms (kinds 0 and 1): number of groups; budget of a group in KV tokens,
  * rule of admission, and the other terms of room.h; tokens in the table of new forecasts. Then
@@ -151,13 +162,28 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  * room.h. Figures are as above. In place of slots: the clock of the decode pool, and the function
  * that finds blocks of the handover's seconds.
  *
+ * `coming`: left[requests] iterations, then the rule numbers[2] of routing with order, arrival_s,
+ * owners and windows of replica.h, and tokens[requests] if it counts these.
+ *
  * Writes start, first token and last token of each request into times[3][requests] (nan: never),
- * and behind these its number of evictions. Returns the argument of the calls below, or nullptr
- * if Python must replay. */
-extern "C" void *xgpt_replayed(int64_t kind, const void *const *given, double *times) {
-    Found *(*const kinds[])(const Arguments &, double *) = {paged, reserved, batched, handed};
+ * and evictions into preemptions[replicas]. Returns the argument of the calls below, or nullptr if
+ * Python must replay. */
+extern "C" void *xgpt_replayed(int64_t kind, const int64_t *numbers,
+                               const void *const *const *given, void *const *coming, double *times,
+                               int64_t *preemptions) {
+    xgpt_replay::Job job;
+    job.queries.resize(static_cast<size_t>(numbers[0]));
+    const int64_t *left = static_cast<int64_t *>(coming[0]);
+    for (xgpt_replay::Query &query : job.queries) query.left = *left++;
+    job.tokens = static_cast<int64_t *>(coming[5]);
     try {
-        return kinds[kind]({given}, times);
+        Found *found = replayed(
+            kind, numbers[1], given,
+            {numbers[2], static_cast<int64_t *>(coming[1]), static_cast<double *>(coming[2]),
+             static_cast<int64_t *>(coming[3]), static_cast<xgpt_replay::Window *>(coming[4])},
+            job, preemptions);
+        tell_times(job.queries, times);
+        return found;
     } catch (const xgpt_times::Stopped &) {
         return nullptr;
     }
@@ -181,7 +207,7 @@ extern "C" void xgpt_busy(const void *given, double begin_s, double end_s, doubl
     }
 }
 
-/* Sends the record of each pool (pool_replay.h), then handovers[3]. */
+/* Sends the record of each pool (pool_replay.h), then handovers[3] of each replica. */
 extern "C" void xgpt_tell(const void *given, Tell tell) {
     const auto &found = *static_cast<const Found *>(given);
     for (const xgpt_replay::Told &told : found.pools) {
@@ -190,7 +216,7 @@ extern "C" void xgpt_tell(const void *given, Tell tell) {
         for (const auto *one : {&told.memory_s, &told.sizes, &told.durations_s, &told.ends_s})
             tell_all(tell, *one);
     }
-    tell_all(tell, found.sent);
+    for (const auto &sent : found.sent) tell_all(tell, sent);
 }
 
 extern "C" void xgpt_forget(void *found) { delete static_cast<Found *>(found); }

@@ -22,9 +22,9 @@ using xgpt_rooms::Group;
 
 class Replay : public xgpt_rooms::Replay {
 public:
-    Replay(const xgpt_replay::Given &given, const Facts &facts, const Sizer &sizer,
-           const xgpt_rooms::Asked &asked)
-        : xgpt_rooms::Replay(given, facts.groups, asked), facts_(facts), sizer_(sizer),
+    Replay(const xgpt_replay::Given &given, xgpt_replay::Job &job, const Facts &facts,
+           const Sizer &sizer, const xgpt_rooms::Asked &asked)
+        : xgpt_rooms::Replay(given, job, facts.groups, asked), facts_(facts), sizer_(sizer),
           iteration_(first_iteration()) {}
 
 private:

@@ -36,7 +36,7 @@ struct Request {
 struct Requests {
     const int64_t *inputs, *reserves, *first, *range, *beyond;
     int64_t size;
-    std::vector<Request> all;
+    Request *all;
 
     int64_t tokens(int64_t q) const { return inputs[q] + all[q].written; }
     int64_t beyond_of(int64_t q, int64_t written) const {

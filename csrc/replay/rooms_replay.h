@@ -17,14 +17,11 @@
 
 namespace xgpt_rooms {
 
-/* `left`: iterations to go; `made`: tokens generated before its latest eviction. */
-struct Query : xgpt_replay::Query {
-    int64_t left = 0, made = 0;
-};
+using xgpt_replay::Query;
 
 /* A group's rows and room, and its partly encoded request. RRA's chunks of a phase: requests
  * assigned, and tokens of a chunk. */
-struct Group : xgpt_replay::Rows<Query> {
+struct Group : xgpt_replay::Rows {
     xgpt_room::Room room;
     int64_t slots = 0, steps = 0, part = -1, part_done = 0;
     std::deque<int64_t> dealt;
@@ -32,29 +29,28 @@ struct Group : xgpt_replay::Rows<Query> {
 };
 
 /* What rooms decide by, without shared tokens; tokens of all rooms, those of shared prefixes
- * included; slots[groups]: most requests of each; left[requests]: iterations; inputs[requests]:
- * all tokens. */
+ * included; slots[groups]: most requests of each; inputs[requests]: all tokens. */
 struct Asked {
     xgpt_room::Terms terms;
     xgpt_room::Requests requests;
     xgpt_prefixes::Forest forest;
     int64_t tokens;
-    const int64_t *slots, *left, *inputs;
+    const int64_t *slots, *inputs;
 };
 
-class Replay : public xgpt_replay::PoolReplay<Query, Group> {
+class Replay : public xgpt_replay::PoolReplay<Group> {
 protected:
-    Replay(const xgpt_replay::Given &given, int64_t num_groups, const Asked &asked)
-        : PoolReplay(given, num_groups), num_groups_(num_groups), requests_(asked.requests),
+    Replay(const xgpt_replay::Given &given, xgpt_replay::Job &job, int64_t num_groups,
+           const Asked &asked)
+        : PoolReplay(given, job, num_groups), num_groups_(num_groups), requests_(asked.requests),
           tokens_(asked.tokens), unit_(asked.terms.unit), inputs_(asked.inputs) {
-        requests_.all.resize(given.queries);
-        for (int64_t q = 0; q < given.queries; ++q) queries[q].left = asked.left[q];
         for (int64_t g = 0; g < num_groups; ++g) {
             groups_[g].slots = asked.slots[g];
             groups_[g].room.open(asked.terms, requests_);
         }
         if (asked.forest.size)
-            shared_ = std::make_unique<xgpt_prefixes::Living>(asked.forest, given.queries);
+            shared_ = std::make_unique<xgpt_prefixes::Living>(
+                asked.forest, static_cast<int64_t>(job.queries.size()));
     }
 
     int64_t num_groups_, turn_ = 0;
@@ -70,12 +66,14 @@ protected:
 
     void turn(int64_t g, bool takes) final {
         Group &group = groups_[g];
-        if (takes) collect(group, [&](int64_t q) {
-            if (shared_) finish_shared(q);
-            group.room.finish(q);
-            group.leave(queries[q]);
-            queries[q].last_s = now_;
-        });
+        if (takes) {
+            collect(group, [&](int64_t q) {
+                if (shared_) finish_shared(q);
+                group.room.finish(q);
+                group.leave(queries[q]);
+            });
+            end(group.done, now_);
+        }
         decide(group, g);
         note_memory();
     }
@@ -157,7 +155,7 @@ protected:
         for (int64_t q : joined_) {
             Query &query = queries[q];
             if (query.made) query.left -= gives_token_;  // encoded again: one more token
-            enter(group, g, q, context(q), query.left);
+            enter(group, g, q, context(q));
         }
         work(group, !encodes ? xgpt_replay::DECODE
                     : decodes ? xgpt_replay::MIXED

@@ -17,10 +17,8 @@ struct Facts {
     int64_t groups, kv_tokens, parts;
 };
 
-using Query = xgpt_replay::Query;
-
 /* A group's rows, and its requests of the batch with their input tokens. */
-struct Group : xgpt_replay::Rows<Query> {
+struct Group : xgpt_replay::Rows {
     std::vector<int64_t> members;
     int64_t tokens = 0;
 
@@ -29,19 +27,20 @@ struct Group : xgpt_replay::Rows<Query> {
     }
 };
 
-class Replay : public xgpt_replay::PoolReplay<Query, Group> {
+class Replay : public xgpt_replay::PoolReplay<Group> {
 public:
-    /* outputs[requests]: most output tokens of each, or forecast; left[requests]: iterations.
-     * ends[requests]: place in line where a batch ends, by the place where it begins. */
-    Replay(const xgpt_replay::Given &given, const Facts &facts, const int64_t *inputs,
-           const int64_t *outputs, const int64_t *left, const int64_t *ends)
-        : PoolReplay(given, facts.groups), facts_(facts), inputs_(inputs), outputs_(outputs),
-          left_(left), ends_(ends) {}
+    /* outputs[requests]: most output tokens of each, or forecast. ends[requests]: place in line
+     * where a batch ends, by the place where it begins. */
+    Replay(const xgpt_replay::Given &given, xgpt_replay::Job &job, const Facts &facts,
+           const int64_t *inputs, const int64_t *outputs, const int64_t *ends)
+        : PoolReplay(given, job, facts.groups), facts_(facts), inputs_(inputs), outputs_(outputs),
+          ends_(ends) {}
 
 private:
     Facts facts_;
-    const int64_t *inputs_, *outputs_, *left_, *ends_;
+    const int64_t *inputs_, *outputs_, *ends_;
     int64_t unfinished_ = 0, phase_ = -1, iteration_ = 0, turn_ = 0, part_ = 0;
+    std::vector<int64_t> ended_;
 
     int64_t next_group() override {
         if (!unfinished_) {
@@ -52,7 +51,10 @@ private:
     }
     bool needs_tokens() const override { return iteration_ > 0; }
     void turn(int64_t g, bool takes) override {
-        if (takes) collect(groups_[g], [&](int64_t) { unfinished_ -= 1; });
+        if (takes) {
+            collect(groups_[g], [&](int64_t) { unfinished_ -= 1; });
+            groups_[g].done.clear();
+        }
         if (unfinished_) decide(groups_[g], g);
         else end_batch();
         line.note_memory(held_, now_);
@@ -83,11 +85,12 @@ private:
     void end_batch() {
         held_ = 0;
         for (Group &group : groups_) {
-            for (int64_t q : group.members) queries[q].last_s = now_;
+            ended_.insert(ended_.end(), group.members.begin(), group.members.end());
             group.members.clear();
             group.tokens = 0;
             group.clear();
         }
+        end(ended_, now_);
     }
     void decide(Group &group, int64_t g) {
         const int64_t count = static_cast<int64_t>(group.members.size());
@@ -97,7 +100,7 @@ private:
                 joined_.push_back(group.members[i]);
                 chunk(joined_.back(), 0, inputs_[joined_.back()]);
             }
-            for (int64_t q : joined_) enter(group, g, q, inputs_[q], left_[q]);
+            for (int64_t q : joined_) enter(group, g, q, inputs_[q]);
             if (!joined_.empty()) work(group, xgpt_replay::ENCODE, g, phase_, 0);
             if (++part_ < facts_.parts) return;
             part_ = 0;

@@ -27,13 +27,15 @@ struct Capped : xgpt_room::Requests {
           own_reserves(asked.reserves, asked.reserves + asked.queries) {
         for (int64_t &one : own_reserves) one += ahead;
         for (auto *own : {&own_inputs, &own_reserves}) own->resize(asked.queries + more);
-        all.resize(own_inputs.size());
+        own_all.resize(own_inputs.size());
+        all = own_all.data();
         inputs = own_inputs.data();
         first = reserves = own_reserves.data();
     }
     Capped(const Capped &) = delete;
 
     std::vector<int64_t> own_inputs, own_reserves;
+    std::vector<xgpt_room::Request> own_all;
 };
 
 /* WaaEncodeRule; `groups` is the number of steps that may be under way. */

@@ -183,6 +183,12 @@ class QueryTimes:
     first_token_s: FloatArray
     last_token_s: FloatArray
 
+    def take(self, rows: IntArray) -> QueryTimes:
+        """The times of the requests `rows`, in this order."""
+        return QueryTimes(
+            arrival_s=self.arrival_s[rows], start_s=self.start_s[rows],
+            first_token_s=self.first_token_s[rows], last_token_s=self.last_token_s[rows])
+
     @property
     def latency_s(self) -> FloatArray:
         """Seconds from the start of prefill to the last token, [requests]."""

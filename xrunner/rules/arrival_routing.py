@@ -88,15 +88,15 @@ class LeastTokens(ArrivalRouter):
     [requests], whole, so that their sums are exact."""
 
     def __init__(self, tokens: Sequence[int], replicas: int) -> None:
-        self._tokens, self._held = tokens, [0] * replicas
+        self.tokens, self._held = tokens, [0] * replicas
 
     def arrived(self, request: int, loads: Sequence[Load]) -> int:
         replica = min(range(len(loads)), key=lambda one: (loads[one] == AWAY, self._held[one]))
-        self._held[replica] += self._tokens[request]
+        self._held[replica] += self.tokens[request]
         return replica
 
     def done(self, replica: int, request: int) -> None:
-        self._held[replica] -= self._tokens[request]
+        self._held[replica] -= self.tokens[request]
 
 
 class Deferred(ArrivalRouter):
@@ -104,7 +104,7 @@ class Deferred(ArrivalRouter):
     one with the fewest requests is chosen."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
-        self._windows, self._waiting = windows, deque[int]()
+        self.windows, self._waiting = windows, deque[int]()
 
     def arrived(self, request: int, loads: Sequence[Load]) -> int | None:
         self._waiting.append(request)
@@ -113,7 +113,7 @@ class Deferred(ArrivalRouter):
 
     def next(self, loads: Sequence[Load]) -> tuple[int, int] | None:
         lacking = [replica for replica, (window, load) in enumerate(
-            zip(self._windows, loads, strict=True)) if window.missing(load)]
+            zip(self.windows, loads, strict=True)) if window.missing(load)]
         if not self._waiting or not lacking:
             return None
         return self._waiting.popleft(), min(lacking, key=lambda replica: sum(loads[replica]))

@@ -22,7 +22,7 @@ from xrunner.rules.steps import Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.native_replay import replay_natively
-from xsimulator.replay.pool import HandoverPlan, PoolPlan, PoolProcess
+from xsimulator.replay.pool import HandoverPlan, PoolPlan, PoolProcess, ReplicaPlan
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import HandoverRecords, ReplayResult
 from xsimulator.replay.routing import Replica, Routing
@@ -117,13 +117,6 @@ class Handover:
             self.pass_on(now)
 
 
-class ReplicaPlan(NamedTuple):
-    """The parts of a replica."""
-
-    pools: Sequence[PoolPlan]
-    handovers: Sequence[HandoverPlan] = ()
-
-
 class RoutedReplay(NamedTuple):
     """A replay on several replicas. results: of each replica for its own requests. rows:
     [replicas] indices of these requests, in the order in which they were begun. num_taken_back:
@@ -138,9 +131,9 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
     """The result of a replay on one replica until every request is done. Requests arrive at the
     pools that encode, in turn. Raises XgptError for a request that can never fit."""
-    found = replay_natively(queries.job, pools, handovers)
+    found = replay_natively(queries.job, [ReplicaPlan(pools, handovers)])
     if found is not None:
-        return found.result()
+        return found.results()[0]
     return run_routed(queries, [ReplicaPlan(pools, handovers)]).results[0]
 
 

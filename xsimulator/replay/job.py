@@ -23,7 +23,7 @@ from xrunner.rules.prefixes import set_prefixes
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for, set_deadlines, set_forecaster
 from xsimulator.replay.event_replay import run
 from xsimulator.replay.native_replay import NativeReplay, replay_natively
-from xsimulator.replay.pool import HandoverPlan, PoolPlan
+from xsimulator.replay.pool import HandoverPlan, PoolPlan, ReplicaPlan
 from xsimulator.replay.queries import Queries, ReplayJob
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.step_clock import PoolClock, ScaledClock, StepClock, StepClocks
@@ -64,7 +64,7 @@ class Replayer:
         queries = with_forecasts(queries, self.problem, self.forecasting)
         if not self._has_steps and rules is None and clocks is None and (
                 found := self.native(queries, arrival_s)):
-            return found.result()
+            return found.results()[0]
         if clocks is None:
             clocks = self.clocks(queries) if rules is not None else (
                 self._own_clocks(queries, arrival_s))
@@ -85,8 +85,8 @@ class Replayer:
         queries = with_forecasts(queries, self.problem, self.forecasting)
         job = ReplayJob.of(queries, arrival_s, not self.problem.model.is_encoder_decoder,
                            self.forecasting)
-        return replay_natively(job, *self.plans(
-            self.rules(queries), self._own_clocks(queries, arrival_s)), has_steps=False)
+        return replay_natively(job, [self.plans(
+            self.rules(queries), self._own_clocks(queries, arrival_s))], has_steps=False)
 
     def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
         """The pools' clocks, slowed down by earlier replays if cores are shared."""
@@ -112,8 +112,8 @@ class Replayer:
                            forecasting=self.forecasting), plans, handovers)
 
     def plans(self, own: Sequence[BatchingRule],
-              clocks: Sequence[PoolClock]) -> tuple[tuple[PoolPlan, ...], list[HandoverPlan]]:
-        """(plans of the pools with these rules and clocks, plans of the handovers between them)."""
+              clocks: Sequence[PoolClock]) -> ReplicaPlan:
+        """The parts of the replica, with these rules and clocks of its pools."""
         plans = {pool.name: PoolPlan(
             name=pool.name, role=pool.role, rule=rule, clock=clock, kv_tokens=pool.kv_tokens,
             stages=tuple(stage.index for stage in pool.stages))
@@ -125,7 +125,7 @@ class Replayer:
             handovers.append(HandoverPlan(
                 seconds=times.seconds, table=times.fetched, release=rule.release,
                 source=source.name, target=target.name))
-        return tuple(plans.values()), handovers
+        return ReplicaPlan(tuple(plans.values()), handovers)
 
     def clocks(self, queries: QueryLengths) -> list[StepClock]:
         """A clock for each pool, for these lengths. Rows of static batches grow to the longest."""

@@ -5,278 +5,161 @@ objects only when they are read."""
 from __future__ import annotations
 
 import ctypes
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from itertools import islice
+from typing import Any, overload
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.core.controls import ADMISSION_RULES
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xgpt.core.problem import QueryTimes
-from xrunner.rules.forecast import Forecaster, LengthForecaster
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import ENCODINGS, PagedRule
-from xrunner.rules.room import Caps, Rooms, Waiting
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import QueryLengths, QueryTimes
+from xrunner.rules.arrival_routing import (
+    ArrivalRouter,
+    Dealt,
+    Deferred,
+    LeastQueries,
+    LeastTokens,
+    RoundRobin,
+)
+from xrunner.rules.paged import PagedRule
 from xrunner.rules.rra import RraRule
-from xrunner.rules.slots import SlotUse
-from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, Chunk, Start, Step, StepKind
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import WaaDecodeRule
 from xsimulator.addresses import address_of
 from xsimulator.native import TELL, Native, native
+from xsimulator.replay.native_input import WITH_ROOMS, replica_input
 from xsimulator.replay.pipeline import StepTimes
-from xsimulator.replay.pool import HandoverPlan, PoolPlan, records_of
+from xsimulator.replay.pool import PoolPlan, ReplicaPlan, records_of
 from xsimulator.replay.queries import ReplayJob
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
-from xsimulator.replay.step_clock import (
-    ROW_BLOCK,
-    PoolClock,
-    ScaledClock,
-    StepClock,
-    handover_table,
-)
 
-_PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/replay/replay.cpp
-_WITH_ROOMS = PagedRule, OrcaRule, RraRule
+_RULES: Mapping[type, int] = {RoundRobin: 0, Dealt: 0, LeastQueries: 1, LeastTokens: 2, Deferred: 3}
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
-_NO_PREFIXES: IntArray = np.zeros(4, np.int64)
 _POOL = [np.int64] * 6 + [np.float64] * 4  # types of the arrays of one pool
 
 
-class _NativeInput(NamedTuple):
-    """Input for csrc from a rule: `kind`, integer `facts`, `figures`, [requests] tokens that each
-    reserves, further arrays, [requests] which of them can never fit, and [requests] in the order in
-    which they stand in line, if that is not by arrival."""
+def _routing(router: ArrivalRouter | None, job: ReplayJob,
+             replicas: int) -> tuple[int, IntArray, IntArray, IntArray] | None:
+    """(rule as in csrc/replay/replica.h, [requests] replica of each, [replicas, 2] windows,
+    [requests] tokens) of a routing rule; None for others."""
+    order, owners = np.argsort(job.arrival_s, kind="stable"), np.zeros(len(job.arrival_s), np.int64)
+    windows = tokens = np.zeros(0, np.int64)
+    rule = _RULES.get(type(router))
+    if isinstance(router, RoundRobin):
+        owners[order] = np.arange(len(order)) % replicas
+    elif isinstance(router, Dealt):
+        owners = np.array(router.owners, np.int64)
+    elif isinstance(router, LeastTokens):
+        tokens = np.array(router.tokens, np.int64)
+    elif isinstance(router, Deferred):
+        windows = np.array([(one.waiting, one.present) for one in router.windows], np.int64)
+    return None if rule is None else (rule, owners, windows, tokens)
 
-    kind: int
-    facts: Sequence[int]
-    figures: Sequence[float]
-    reserves: IntArray
-    others: Sequence[NDArray[Any]]
-    never_fit: BoolArray
-    order: IntArray | None = None
 
-
-def replay_natively(job: ReplayJob, pools: Sequence[PoolPlan],
-                    handovers: Sequence[HandoverPlan] = (), *, has_steps: bool = True,
+def replay_natively(job: ReplayJob, plans: Sequence[ReplicaPlan],
+                    router: ArrivalRouter | None = None, *, has_steps: bool = True,
                     ) -> NativeReplay | None:
-    """The replay of xsimulator.replay.event_replay.run by the native library; None without the
-    library, for other rules or clocks, or if a step has no known time. has_steps: whether steps are
+    """The replay of xsimulator.replay.event_replay.run_routed by the native library; None without
+    the library, for other rules or clocks, or if a step has no known time. plans: an object may
+    stand for several equal replicas. router: None for one replica. has_steps: whether steps are
     kept. Raises XgptError for a request that can never fit."""
-    library = native()
-    timed = [_clock_of(plan.clock, len(plan.stages)) for plan in pools]
-    if library is None or None in timed:
+    library, routing = native(), _routing(router or RoundRobin(), job, len(plans))
+    if library is None or routing is None:
         return None
-    data = None
-    if (len(pools), len(handovers)) == (1, 0):
-        data = _one_pool_input(job, pools[0])
-    elif (len(pools), len(handovers)) == (2, 1):
-        data = _two_pool_input(job, pools[0], pools[1], handovers[0])
-    if data is None:
+    by_plan = {id(plan): replica_input(job, plan, has_steps) for plan in plans}
+    inputs = [own for own in by_plan.values() if own is not None]
+    first, order = inputs[0].data if inputs else None, np.argsort(job.arrival_s, kind="stable")
+    if first is None or len(inputs) < len(by_plan) or len(plans) > 1 and any(
+            own.data.is_alone or own.data.kind != first.kind
+            or (own.data.never_fit != first.never_fit).any() for own in inputs):
         return None
-    order = np.argsort(job.arrival_s, kind="stable")
-    if data.never_fit.any():
-        raise never_fits(job, int(order[data.never_fit[order]][0]))
-    clocks = [one[0].native for one in timed if one is not None]
-    factors = [factor for one in timed if one is not None for factor in one[1]]
-    facts = [len(job.arrival_s), job.gives_token,
-             pools[-1].rule.slot_use is SlotUse.COMPACTED, has_steps, *data.facts]
-    fetched = [clock.fetched for clock in clocks]
-    read: list[NDArray[Any]] = [
-        np.array(facts, np.int64), np.array(data.figures, float),
-        np.array(factors, float), *(np.ascontiguousarray(one, np.int64) for one in (
-            job.lengths.inputs, data.reserves, job.left,
-            order if data.order is None else data.order)),
-        np.ascontiguousarray(job.arrival_s), *data.others]
-    addresses = [clocks[0].address, *map(address_of, read)]
-    if handovers:
-        link = handovers[0]
-        fetched.append(link.table or handover_table(link.seconds))
-        function = ctypes.cast(fetched[-1].function, ctypes.c_void_p).value or 0
-        addresses += [clocks[1].address, function]
-    times = np.empty(3 * len(job.arrival_s) + 1)
+    if first.never_fit.any():
+        raise never_fits(job, int(order[first.never_fit[order]][0]))
+    rule, owners, windows, tokens = routing
+    count, arrival_s, times = len(order), np.array(job.arrival_s), np.empty((3, len(order)))
+    left, preemptions = np.ascontiguousarray(job.left), np.zeros(len(plans), np.int64)
+    order = order if first.order is None else first.order
+    coming = np.array([*map(address_of, (left, order, arrival_s, owners, windows)),
+                       address_of(tokens) if len(tokens) else 0])
+    given = np.array([address_of(own.addresses) for plan in plans
+                      for own in [by_plan[id(plan)]] if own is not None])
+    numbers = np.array([count, len(plans), rule])
     with library.replaying:
-        found = library.replayed(data.kind, address_of(np.array(addresses)), address_of(times))
+        found = library.replayed(first.kind, *map(address_of, (
+            numbers, given, coming, times, preemptions)))
     if found is None:
-        for one in fetched:
-            one.raise_failure()
+        for own in inputs:
+            for one in own.fetched:
+                one.raise_failure()
         return None
     assert has_steps or not np.isnan(times).any(), "requests have nothing to do"
-    return NativeReplay(library, found, job, pools, handovers if has_steps else None, times)
+    start_s, first_s, last_s = times
+    return NativeReplay(library, found, QueryTimes(
+        arrival_s=arrival_s, start_s=start_s, first_token_s=first_s, last_token_s=last_s),
+        job.lengths, plans, (owners, preemptions), has_steps=has_steps)
 
 
 class NativeReplay:
     """A finished native replay. times: arrival, start, first and last token of each request."""
 
-    def __init__(self, library: Native, found: int, job: ReplayJob, pools: Sequence[PoolPlan],
-                 handovers: Sequence[HandoverPlan] | None, times: FloatArray) -> None:
-        """handovers: None if steps were not kept."""
-        self._library, self._found, self._pools, self._links = library, found, pools, handovers
-        self._asked, self._preemptions = job, int(times[-1])
-        start_s, first_s, last_s = times[:-1].reshape(3, -1)
-        self.times = QueryTimes(arrival_s=job.arrival_s, start_s=start_s, first_token_s=first_s,
-                                last_token_s=last_s)
+    def __init__(self, library: Native, found: int, times: QueryTimes, lengths: QueryLengths,
+                 plans: Sequence[ReplicaPlan], routed: tuple[IntArray, IntArray], *,
+                 has_steps: bool) -> None:
+        """routed: ([requests] replica of each, [replicas] evictions)."""
+        self._library, self._found, self._has_steps = library, found, has_steps
+        self.times, self._lengths, self._plans = times, lengths, plans
+        self._owners, self._preemptions = routed
         finalize(self, library.forget, found)
 
     def busy_s(self, begin_s: float, end_s: float) -> FloatArray:
         """[stages of all pools] seconds at work within the window."""
-        busy = np.empty(sum(len(plan.stages) for plan in self._pools))
+        busy = np.empty(sum(len(pool.stages) for plan in self._plans for pool in plan.pools))
         self._library.busy(self._found, begin_s, end_s, address_of(busy))
         return busy
 
-    def result(self) -> ReplayResult:
-        """The result; without pools and handovers if steps were not kept."""
-        pools, links = ((), ()) if self._links is None else self._read(self._links)
-        outputs = self._asked.lengths.outputs
-        assert outputs is not None
-        return ReplayResult(pools=pools, handovers=links, times=self.times, output_tokens=outputs,
-                            preemptions=self._preemptions)
+    def rows(self) -> list[IntArray]:
+        """[replicas] indices of their requests, in the order in which they were begun."""
+        if len(self._plans) == 1:
+            return [np.arange(len(self._owners))]
+        order = np.argsort(self.times.start_s, kind="stable")
+        return [order[self._owners[order] == replica] for replica in range(len(self._plans))]
 
-    def _read(self, handovers: Sequence[HandoverPlan],
-              ) -> tuple[tuple[PoolRecords, ...], tuple[HandoverRecords, ...]]:
+    def results(self) -> list[ReplayResult]:
+        """The result of each replica for its own requests; without pools and handovers if steps
+        were not kept."""
+        outputs, rows = self._lengths.outputs, self.rows()
+        assert outputs is not None
+        records = self._read() if self._has_steps else [((), ())] * len(rows)
+        if len(rows) == 1:
+            return [ReplayResult(
+                pools=records[0][0], handovers=records[0][1], times=self.times,
+                output_tokens=outputs, preemptions=int(self._preemptions[0]))]
+        numbers = np.arange(len(outputs))  # steps give the job's own
+        return [ReplayResult(
+            pools=tuple(replace(pool, requests=numbers) for pool in pools), handovers=links,
+            output_tokens=outputs[own], preemptions=int(evicted), times=self.times.take(own))
+            for own, (pools, links), evicted in zip(rows, records, self._preemptions, strict=True)]
+
+    def _read(self) -> list[tuple[tuple[PoolRecords, ...], tuple[HandoverRecords, ...]]]:
         copied: list[bytes] = []
         self._library.tell(self._found, TELL(
             lambda place, size: copied.append(ctypes.string_at(place, size) if size else b"")))
-        kinds = [*_POOL * len(self._pools), np.float64]
-        arrays: list[NDArray[Any]] = [np.frombuffer(one, kind)
-                                      for one, kind in zip(copied, kinds, strict=True)]
-        sent, size = arrays[-1].reshape(-1, 3), len(_POOL)
-        return tuple(_records(plan, *arrays[size * place:size * (place + 1)])
-                     for place, plan in enumerate(self._pools)), tuple(
+        pools = [pool for plan in self._plans for pool in plan.pools]
+        kinds = [*_POOL * len(pools), *[np.float64] * len(self._plans)]
+        arrays: Iterator[NDArray[Any]] = iter([np.frombuffer(one, kind) for one, kind in zip(
+            copied, kinds, strict=True)])
+        records = iter([_records(pool, *islice(arrays, len(_POOL))) for pool in pools])
+        return [(tuple(islice(records, len(plan.pools))), tuple(
             HandoverRecords(source=link.source, target=link.target,
-                            step=sent[:, 0].astype(np.int64), start_s=sent[:, 1],
-                            end_s=sent[:, 2]) for link in handovers)
-
-
-def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[float]] | None:
-    """(clock that csrc can read, [stages] factors on its seconds); None for other clocks."""
-    own, factors = (clock.clock, clock.factors) if isinstance(clock, ScaledClock) else (
-        clock, (1.0,) * num_stages)
-    return (own, factors) if type(own) is StepClock else None
-
-
-def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
-    """Input for a single pool; None for other rules, and for those that look at all requests while
-    some are still to arrive."""
-    rule, lengths, arrival_s = plan.rule, job.lengths, job.arrival_s
-    if plan.role != "both" or not len(arrival_s):
-        return None
-    are_together = bool((arrival_s == arrival_s[0]).all())
-    if type(rule) is StaticRule and not rule.waiting and not rule.evicts and (
-            rule.former is None or are_together):
-        outputs, order, ends = _formed(rule, job)
-        return _NativeInput(
-            _STATIC, [rule.num_groups, rule.group_kv_tokens,
-                      rule.encode_micro_batches // rule.num_groups], [], outputs, [ends],
-            lengths.reserves > rule.group_kv_tokens, order)
-    if not isinstance(rule, _WITH_ROOMS) or rule.waiting or not (
-            are_together or not rule.rooms.prefixes.is_shared):
-        return None
-    if type(rule) is PagedRule:
-        return _of_rooms(job, rule.rooms, rule.slots, _PAGED, [
-            rule.token_budget, ENCODINGS.index(rule.encoding), rule.light_steps])
-    if type(rule) is OrcaRule:
-        return _of_rooms(job, rule.rooms, rule.slots, _RESERVED, [0, 0, 0], [0.0, 0.0, 0.0])
-    if type(rule) is RraRule and not rule.changes:
-        controls, sizer = rule.controls, rule.sizer
-        return _of_rooms(
-            job, rule.rooms, [controls.group_max_active] * rule.num_groups, _RESERVED,
-            [controls.decode_iterations, controls.encode_batch, controls.encode_chunk],
-            [sizer.mean_input, sizer.adjustment, controls.target_active])
-    return None
-
-
-def _of_rooms(job: ReplayJob, rooms: Rooms, slots: Sequence[int], kind: int, facts: Sequence[int],
-              figures: Sequence[float] = ()) -> _NativeInput | None:
-    """Input for a pool whose groups have rooms; None for forecasts that csrc does not know. slots:
-    most requests of each group. facts, figures: of its rule."""
-    room, lengths, groups = rooms.of_group[0], job.lengths, len(rooms.of_group)
-    forecasts, forest = _forecasts(job, room.forecaster), lengths.prefixes
-    if forecasts is None or (rooms.prefixes.is_shared and forest is None):
-        return None
-    terms = [groups, room.tokens, ADMISSION_RULES.index(room.rule), room.after_free,
-             room.evicts, room.unit, room.spare, forecasts[-1].shape[1]]
-    reserves, most, arrays = lengths.reserves, np.array(room.tokens), [_NO_PREFIXES]
-    needed: IntArray = np.maximum(reserves, lengths.inputs)
-    if rooms.prefixes.is_shared and forest is not None:
-        tokens, shared = rooms.budget.tokens, forest.shared
-        fits = needed - shared <= (tokens - shared) // groups // room.unit * room.unit
-        shared = shared * fits
-        reserves, needed, most = reserves - shared, needed - shared, (tokens - shared) // groups
-        arrays = [np.array([len(forest.ends), forest.block_tokens, forest.is_whole, tokens]),
-                  *(np.ascontiguousarray(one, np.int64) for one in (
-                      lengths.inputs - shared, forest.parents, forest.ends, forest.own_tokens,
-                      np.where(fits, forest.nodes, -1)))]
-    return _NativeInput(kind, [*terms, *facts], figures, reserves,
-                        [np.array(slots, np.int64), *forecasts, *arrays],
-                        needed > most // room.unit * room.unit)
-
-
-def _forecasts(job: ReplayJob, forecaster: Forecaster) -> Sequence[IntArray] | None:
-    """([requests] output tokens forecast, [requests] range of inputs, [ranges, tokens written] new
-    forecasts); None for other forecasters than xgpt's, and those that learn."""
-    lengths = job.lengths
-    first, ranges = lengths.reserves - lengths.inputs, np.zeros(len(lengths.inputs), np.int64)
-    beyond = np.zeros((1, 0), np.int64)
-    if type(forecaster) is LengthForecaster and not forecaster.learns:
-        if job.forecasts is None:
-            first = np.array([*map(forecaster.first, lengths.inputs.tolist(), first.tolist())])
-        ranges, beyond = forecaster.bins_of(lengths.inputs), forecaster.beyond_table
-    elif type(forecaster) is not Caps:
-        return None
-    if job.forecasts is not None:
-        first = np.where(job.forecasts > 0, job.forecasts, first)
-    return first, ranges, np.ascontiguousarray(beyond)
-
-
-def _formed(rule: StaticRule, job: ReplayJob) -> tuple[IntArray, IntArray | None, IntArray]:
-    """[requests] (output tokens that batches count with; requests in the order of batches, None: by
-    arrival; end of the batch that begins at each place)."""
-    lengths = job.lengths
-    places, outputs = np.arange(len(lengths.inputs)), lengths.most_outputs
-    if rule.former is None:
-        return outputs, None, places + rule.encode_batch
-    if job.forecasts is not None:
-        outputs = job.forecasts
-    waiting = [Waiting(query, reserve, tokens, 0, forecast) for query, (reserve, tokens, forecast)
-               in enumerate(zip(lengths.reserves.tolist(), lengths.inputs.tolist(),
-                                outputs.tolist(), strict=True))]
-    rule.former.note(int(lengths.inputs.max()), int(lengths.most_outputs.max()))
-    line = rule.former.line(waiting)
-    ends, begin = places + 1, 0
-    while begin < len(line):
-        ends[begin] = begin = rule.former.take(line, begin)
-    return outputs, np.array([one.query for one in line]), ends
-
-
-def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
-                    link: HandoverPlan) -> _NativeInput | None:
-    """Input for WAA's two pools; None for other rules."""
-    encode, decode, lengths = source.rule, target.rule, job.lengths
-    if (type(encode) is not WaaEncodeRule or type(decode) is not WaaDecodeRule
-            or (source.name, target.name) != (link.source, link.target)
-            or (source.role, target.role) != ("encode", "decode") or not len(job.arrival_s)
-            or link.release != encode.release or encode.waiting
-            or (encode.limits.stock_tokens and decode.inputs is None)):
-        return None
-    never_fit = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
-    limits, sizer, chunks = encode.limits, encode.sizer, decode.inputs
-    room = decode.rooms.of_group[0]
-    return _NativeInput(
-        _HANDED, [encode.num_groups, decode.num_groups, limits.encode_batch, limits.max_in_system,
-                  encode.kv_tokens, encode.encode_kv_tokens, limits.planned_active,
-                  limits.stock_tokens,
-                  decode.group_max_active, 0 if chunks is None else chunks.limit,
-                  0 if decode.planned == math.inf else int(decode.planned), ROW_BLOCK,
-                  ADMISSION_RULES.index(room.rule), room.after_free],
-        [sizer.mean_input, sizer.adjustment, limits.target_active], lengths.reserves, [],
-        never_fit)
+                            step=step.astype(np.int64), start_s=start_s, end_s=end_s)
+            for link in plan.handovers))
+            for plan in self._plans for step, start_s, end_s in [next(arrays).reshape(-1, 3).T]]
 
 
 def _records(plan: PoolPlan, *arrays: NDArray[Any]) -> PoolRecords:
@@ -298,7 +181,7 @@ class _NativeSteps(Sequence[Step]):
         self._is_chunked = (
             type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.encoding == "chunks")
             or (type(rule) is RraRule and rule.controls.encode_chunk > 0)
-            or (isinstance(rule, _WITH_ROOMS) and rule.rooms.prefixes.is_shared))
+            or (isinstance(rule, WITH_ROOMS) and rule.rooms.prefixes.is_shared))
 
     def __len__(self) -> int:
         return len(self._arrays[0])

@@ -6,7 +6,7 @@ it. A pool has one event for each turn that must wait, and none for stages."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,13 @@ class HandoverPlan:
     source: str = "encode"
     target: str = "decode"
     table: NativeTables | None = None
+
+
+class ReplicaPlan(NamedTuple):
+    """The parts of a replica."""
+
+    pools: Sequence[PoolPlan]
+    handovers: Sequence[HandoverPlan] = ()
 
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],

@@ -17,9 +17,10 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.arrival_routing import ArrivalRouter, JobRouting
 from xrunner.rules.forecast import with_forecasts
 from xrunner.rules.routing import Router, expected_tokens, replica_shares, units_of, window_of
-from xsimulator.replay.event_replay import ReplicaPlan, RoutedReplay, run_routed
+from xsimulator.replay.event_replay import RoutedReplay, run_routed
 from xsimulator.replay.job import Replayer, replay_job
-from xsimulator.replay.queries import Queries
+from xsimulator.replay.native_replay import replay_natively
+from xsimulator.replay.queries import Queries, ReplayJob
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.step_clock import StepClocks
 
@@ -133,15 +134,21 @@ def replayers_of(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 
 def replay_together(replayers: Sequence[Replayer], lengths: QueryLengths, router: ArrivalRouter,
-                    arrival_s: ArrayLike = 0.0) -> RoutedReplay:
+                    arrival_s: ArrayLike = 0.0, *, has_steps: bool = True) -> RoutedReplay:
     """The replay of requests on replicas, each by its own replayer, until every one is done.
-    arrival_s: one for each request, or one for all; infinite: when an answer ends."""
+    arrival_s: one for each request, or one for all; infinite: when an answer ends. has_steps: False
+    for results without pools, where that is quicker."""
     first = replayers[0]
+    gives_token = not first.problem.model.is_encoder_decoder
+    plans = {one: one.plans(one.rules(lengths), one.clocks(lengths)) for one in replayers}
+    found = replay_natively(ReplayJob.of(lengths, arrival_s, gives_token, first.forecasting),
+                            [plans[one] for one in replayers], router, has_steps=has_steps)
+    if found is not None:
+        return RoutedReplay(found.results(), found.rows(), 0)
     return run_routed(
-        Queries(lengths, encode_gives_token=not first.problem.model.is_encoder_decoder,
-                arrival_s=arrival_s, forecasting=first.forecasting),
-        [ReplicaPlan(*one.plans(one.rules(lengths), one.clocks(lengths))) for one in replayers],
-        router)
+        Queries(lengths, encode_gives_token=gives_token, arrival_s=arrival_s,
+                forecasting=first.forecasting),
+        [one.plans(one.rules(lengths), one.clocks(lengths)) for one in replayers], router)
 
 
 def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths,

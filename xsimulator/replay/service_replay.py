@@ -31,12 +31,16 @@ class ServiceReplayer:
         a result without pools, which is quicker. Raises XgptError for a request that never fits."""
         count = len(lengths.inputs)
         if len(self._replicas) == 1 and concurrency is None:
-            return merge_results([self._replicas[0].run(lengths, arrival_s=arrival_s)],
-                                 [range(count)])
+            alone = self._replicas[0]
+            quick = None if has_steps else alone.native(lengths, arrival_s)
+            result = alone.run(lengths, arrival_s=arrival_s) if quick is None else (
+                quick.results()[0])
+            return merge_results([result], [range(count)])
         lengths = with_forecasts(lengths, self.problem, self._replicas[0].forecasting)
         if concurrency is not None:
             arrival_s = np.where(np.arange(count) < concurrency, arrival_s, np.inf)
-        found = replay_together(self._replicas, lengths, self.router(lengths), arrival_s=arrival_s)
+        found = replay_together(self._replicas, lengths, self.router(lengths), arrival_s,
+                                has_steps=has_steps)
         return merge_results(found.results, found.rows)
 
     def router(self, lengths: QueryLengths) -> ArrivalRouter:
