@@ -1,6 +1,7 @@
 """Toy jobs by several replicas on threads, and the replays of what each was given."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,10 +14,13 @@ from toy_runs import Collector, executor_of, head_of, serve
 from toys import generate, random_queries
 
 from xgpt.core.controls import ROUND_ROBIN, FixedSchedule
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.comm.point_to_point import LocalComm, local_comms
+from xrunner.engine.arrival_supplies import IDLE_NOTE, ArrivalsToReplicas
+from xrunner.engine.arrivals import Arriving, RoutedArrivals
 from xrunner.engine.head import Head, PoolLink
 from xrunner.engine.pipeline import Neighbours, routes
 from xrunner.engine.pool_requests import Extent
@@ -26,6 +30,7 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.world import replicas_of
+from xrunner.rules.arrival_routing import router_of
 from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, rules_for, withdraw_waiting
@@ -58,6 +63,7 @@ class Job:
         inputs = np.array([len(q.input_ids) for q in self.queries])
         self.news: dict[int, list[News]] = {}  # by replica
         self.slow: int | None = None
+        self.note = ""  # what an idle head waits for
         self.at_work: dict[int, tuple[Head, StageExecutor]] = {}  # by replica
         self.problem = problem_of(self.directory, np.stack([inputs, self.outputs], axis=1), stages)
         self.timing = Roofline(self.problem.model, self.problem.cluster.device, "float32")
@@ -66,13 +72,13 @@ class Job:
         self.estimate = self.one.in_copies(replicas)
 
     def run(self, sink: Collector, *, comms: Sequence[LocalComm] = (), slow: int | None = None,
-            routing: str = ROUND_ROBIN,
+            routing: str = ROUND_ROBIN, arrival_s: FloatArray | None = None,
             prepare: Callable[[Head, ToReplicas, RunningRules], None] = (
                 lambda head, others, rules: None),
             ) -> dict[int, StageExecutor]:
         """Every rank's executor. `comms`: of ranks that ran before. `slow`: one of two replicas,
-        each step of which takes as long as all that the other has to do. `prepare`: rank 0's head,
-        before it starts."""
+        each step of which takes as long as all that the other has to do. `arrival_s`: [queries] by
+        the performance counter; None: all are there. `prepare`: rank 0's head, before it starts."""
         ranks = self.estimate.num_devices
         comms = comms or local_comms(ranks)
         executors = {
@@ -85,11 +91,18 @@ class Job:
             thread.start()
         order = list(range(len(self.queries)))
         replicas = replicas_of(self.estimate)
-        router = Router([1.0] * len(order), routing=routing,
-                        windows=[window_of(one.estimate) for one in replicas],
-                        speeds=[one.estimate.figures.throughput_qps for one in replicas])
-        supply = ToReplicas(comms[0], sink, router, self.queries, order,  # type: ignore[arg-type]
-                            replicas)
+        tokens, windows = [1.0] * len(order), [window_of(one.estimate) for one in replicas]
+        told: Any = (sink, self.queries, order, replicas)
+        if arrival_s is None:
+            router = Router(tokens, routing=routing, windows=windows, speeds=[
+                one.estimate.figures.throughput_qps for one in replicas])
+            supply = ToReplicas(comms[0], told[0], router, *told[1:])
+        else:
+            self.note = IDLE_NOTE
+            arriving = Arriving(iter(order), time.perf_counter, arrival_s=arrival_s)
+            supply = ArrivalsToReplicas(comms[0], told[0], RoutedArrivals(router_of(
+                routing, tokens=tokens, windows=windows, seed=0), arriving, order, windows),
+                *told[1:])
         head = self._head(comms[0], executors[0], supply)
         prepare(head, supply, RunningRules(comms[0], supply, replicas))
         supply.start(head)
@@ -167,7 +180,7 @@ class Job:
             serve(comm, routes(replica.pools)[comm.rank], executor)
             return
         supply = FromRankZero(comm, replica.number, lambda index: self.queries[index],
-                              reports_lengths=True)
+                              reports_lengths=True, note=self.note)
         head = self._head(comm, executor, supply)
         head.start()
         head.run()

@@ -31,6 +31,8 @@ _HEADERS: Mapping[bytes, Any] = {
     for kind in get_args(Message)}
 _SPIN_S = 50e-6  # chosen: a partner that answers at once costs no sleep
 _SLEEP_S = 50e-6  # chosen
+# chosen: whoever has waited for so long sleeps longer between polls
+_IDLE_S, _IDLE_SLEEP_S = 0.25, 1e-3
 
 
 class Comm:
@@ -59,12 +61,17 @@ class Comm:
         """Waits until everything sent has left."""
 
 
-def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> None:
-    """Polls `is_done`: spins briefly, then sleeps between polls, so that waiting costs no core."""
-    spin_until = time.perf_counter() + _SPIN_S
+def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S, *,
+                  until_s: float = math.inf, since_s: float = math.inf) -> None:
+    """Polls `is_done`: spins briefly, then sleeps between polls, so that waiting costs no core.
+    Times of the performance counter: no sleep lasts beyond `until_s`; `since_s`: when the waiting
+    began, if before this call."""
+    begun_s = time.perf_counter()
+    idle_from_s = min(begun_s, since_s) + _IDLE_S
     while not is_done():
-        if time.perf_counter() > spin_until:
-            time.sleep(sleep_s)
+        if (now := time.perf_counter()) > begun_s + _SPIN_S:
+            own_s = sleep_s if now < idle_from_s else max(sleep_s, _IDLE_SLEEP_S)
+            time.sleep(min(own_s, max(until_s - now, 0.0)))
 
 
 class MpiComm(Comm):
@@ -77,9 +84,11 @@ class MpiComm(Comm):
         self._comm, self._sleep_s = comm, sleep_s
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self._pending: deque[tuple[Any, object]] = deque()  # (request, buffer kept alive)
+        self._heard_s = time.perf_counter()  # when the last message came or left
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
         self._reap()
+        self._heard_s = time.perf_counter()
         header = header_of(message, None if tensor is None else (
             tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
         self._pending.append((self._comm.Isend(header, dest=target, tag=_TAG_HEADER), header))
@@ -95,8 +104,11 @@ class MpiComm(Comm):
                            if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
             return bool(senders) or time.perf_counter() >= until_s
 
-        wait_politely(look, self._sleep_s)
-        return self._take(senders[0]) if senders else None
+        wait_politely(look, self._sleep_s, until_s=until_s, since_s=self._heard_s)
+        if not senders:
+            return None
+        self._heard_s = time.perf_counter()
+        return self._take(senders[0])
 
     def _take(self, source: int) -> tuple[Message, Tensor | None]:
         size = self._arrived(source, _TAG_HEADER)
