@@ -21,10 +21,10 @@ from xgpt.core.prefixes import Prefixes
 from xrunner.checkpoint.reader import open_weights
 from xrunner.comm.handover import EntryReceiver, EntrySender, Transfer, transfers
 from xrunner.comm.point_to_point import Comm, local_comms
-from xrunner.engine.head import Head, PoolLink, Sink
+from xrunner.engine.head import Head, PoolLink, Sink, Supply
 from xrunner.engine.pipeline import Neighbours, Route, await_start, routes, serve_stage
 from xrunner.engine.pool_links import FromEncodePool, ToDecodePool
-from xrunner.engine.pool_requests import Vocabulary
+from xrunner.engine.pool_requests import Extent, Vocabulary
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.forms import Forms
 from xrunner.files.tokenizer import start_token
@@ -124,8 +124,10 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
 def run_waa_in_process(
         directory: Path, queries: Sequence[PreparedQuery], pools: Sequence[Pool],
         rules: tuple[WaaEncodeRule, WaaDecodeRule], *, sink: Collector | None = None,
-        in_blocks: bool = False) -> tuple[Collector, dict[int, StageExecutor]]:
-    """Both of WAA's pools on threads: (what finished, every rank's executor)."""
+        in_blocks: bool = False, supply: Supply | None = None,
+        ) -> tuple[Collector, dict[int, StageExecutor]]:
+    """Both of WAA's pools on threads: (what finished, every rank's executor). `supply`: of the
+    queries, which are all there otherwise."""
     own, ranks = transfers_of(pools, spec_of(directory)), range(sum(p.num_devices for p in pools))
     comms, side = local_comms(len(ranks)), local_comms(len(ranks))
     route, decode_ranks = routes(pools), ranks_of(pools[1])
@@ -146,7 +148,8 @@ def run_waa_in_process(
     for thread in threads:
         thread.start()
     sink = lead(directory, comms[0], route[0], executors[0], rules[0], queries, sink,
-                link=ToDecodePool(comms[0], rules[1], decode_ranks[0]), in_blocks=in_blocks)
+                link=ToDecodePool(comms[0], rules[1], decode_ranks[0], supply),
+                in_blocks=in_blocks, is_supplied=supply is not None)
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
@@ -229,17 +232,27 @@ def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,
          queries: Sequence[PreparedQuery], sink: Collector | None = None, *,
-         link: PoolLink | None = None, in_blocks: bool = False) -> Collector:
-    """What the first rank does. `in_blocks`: entries that are reserved lie so, too."""
+         link: PoolLink | None = None, in_blocks: bool = False,
+         is_supplied: bool = False) -> Collector:
+    """What the first rank does. `in_blocks`: entries that are reserved lie so, too. `is_supplied`:
+    the queries come while it runs."""
     sink = sink or Collector()
     head = head_of(directory, Neighbours(comm, route), executor, rule, sink, link)
     head.requests.in_blocks = in_blocks
-    for query in queries:
+    if is_supplied:
+        head.requests.extent = extent_of(queries)
+    for query in () if is_supplied else queries:
         assert head.submit(query)
     head.start()
     sink.is_complete = head.run()
     executor.close()
     return sink
+
+
+def extent_of(queries: Sequence[PreparedQuery]) -> Extent:
+    return Extent(queries=len(queries), longest=max(q.reserve_tokens for q in queries),
+                  longest_input=max(len(q.input_ids) for q in queries),
+                  longest_output=max(q.max_new_tokens for q in queries))
 
 
 def lead_decoding(directory: Path, comm: Comm, route: Route, executor: StageExecutor,

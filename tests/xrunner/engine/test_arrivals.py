@@ -7,7 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from replicated import ANSWERS, CONFIGS, Job, Told
-from toy_runs import Collector, executor_of, head_of
+from toy_runs import (
+    Collector,
+    executor_of,
+    extent_of,
+    head_of,
+    run_waa_in_process,
+    toy_waa_rules,
+    waa_pools,
+)
 
 from xgpt.core.controls import ARRIVAL_ROUTINGS, FixedSchedule
 from xgpt.core.problem import QueryLengths
@@ -16,7 +24,6 @@ from xrunner.engine.arrival_supplies import FromArrivals
 from xrunner.engine.arrivals import Arriving, RoutedArrivals
 from xrunner.engine.head import PoolLink
 from xrunner.engine.pipeline import SINGLE_RANK, Neighbours
-from xrunner.engine.pool_requests import Extent
 from xrunner.query import PreparedQuery
 from xrunner.rules.arrival_routing import router_of
 from xrunner.rules.routing import Load, Window
@@ -79,8 +86,7 @@ def worked(job, **arrivals):
                    rules_for(job.one)[0], sink, PoolLink(FromArrivals(
                        job.queries, sink.arriving, clock.sleep)))
     head.clock = clock
-    head.requests.extent = Extent(queries=len(job.queries), longest_input=20, longest_output=30,
-                                  longest=50)
+    head.requests.extent = extent_of(job.queries)
     head.start()
     assert head.run()
     job.check_answers(sink.results)
@@ -115,10 +121,22 @@ def test_each_client_of_a_closed_loop_waits_for_its_answer(made):
     assert arrivals[2:] == sorted(ends)[:-2] and arrivals[:2] == [0, 0]
 
 
-@pytest.mark.parametrize("routing", ARRIVAL_ROUTINGS)
-@pytest.mark.parametrize(("policy", "config"), CONFIGS[:2])
-def test_replicas_answer_what_arrives(made, policy, config, routing):
-    job, sink = Job(made, policy, config), Told()
+def test_two_pools_answer_what_arrives(made):
+    job, clock = Job(made, *CONFIGS[0]), time.perf_counter
+    arrival_s = clock() + 0.02 * np.arange(len(job.queries))
+    arriving = Arriving(iter(range(len(job.queries))), clock, arrival_s=arrival_s)
+    sink, _ = run_waa_in_process(
+        job.directory, job.queries, waa_pools(job.directory, (1,), (1,)), toy_waa_rules(1),
+        supply=FromArrivals(job.queries, arriving))
+    job.check_answers(sink.results)
+    assert sink.is_complete and all(
+        one.arrival_s == arrival_s[one.query.index] <= one.encode_start_s for one in sink.results)
+
+
+@pytest.mark.parametrize("place", range(len(ARRIVAL_ROUTINGS)))
+def test_replicas_answer_what_arrives(made, place):
+    routing = ARRIVAL_ROUTINGS[place]
+    job, sink = Job(made, *CONFIGS[place % len(CONFIGS)]), Told()
     begins_s = time.perf_counter()
     job.run(sink, routing=routing, arrival_s=begins_s + 0.005 * np.arange(len(job.queries)))
     assert sink.is_complete
