@@ -59,11 +59,13 @@ def array(items: Json) -> Json:
 
 
 FINISH = {"enum": ["stop", "length", "error"]}
-TIMES = {"latency_s": number("from the start of its encoding to its last token"),
+TIMES = {"latency_s": number("from the arrival, else from the start of its encoding, to its last "
+                             "token"),
          "encode_start_s": number("since the run's start"),
-         "ttft_s": number("to the first token, from the run's start"),
+         "ttft_s": number("to the first token, from the arrival, else from the run's start"),
          "tpot_s": or_none(number("mean of each token after the first; null for a single one"))}
-REPLICA = {"replica": whole("of the model, which answered it, where there are several")}
+REPLICA = {"replica": whole("of the model, which answered it, where there are several"),
+           "arrival_s": number("since the run's start, where requests arrive over time")}
 LIKELIHOODS = {
     "sample": whole("of a request of several, from 1; 0 is left out"),
     "logprobs": array(or_none(number("log-likelihood of each token of the answer, or of the "

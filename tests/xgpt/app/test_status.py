@@ -182,7 +182,7 @@ def test_the_time_left_is_that_of_this_run_and_none_of_what_should_be_over(tmp_p
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
     assert "20 min left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
     plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", model_dir=None, sync_s=5.0,
-                                aside=())
+                                aside=(), clock_s=0.0, arrives=False)
     sink = RunSink(plan, num_queries=400, before=Answered(190, frozenset()))
     sink.progress(1.0, 10)
     assert json.loads((tmp_path / "progress.json").read_text())["done_before"] == 190
@@ -209,7 +209,7 @@ with output_lock(out):
     count_results(out / "results.jsonl")
     before = answered(out / "results.jsonl")
     plan = SimpleNamespace(output=out, model_name="toy", model_dir=None, sync_s=5.0,
-                           aside=())
+                           aside=(), clock_s=0.0, arrives=False)
     sink = RunSink(plan, num_queries=400, before=before)
     left = [one for one in json.loads(sys.argv[3])
             if one >= before.written and one not in before.held]
