@@ -12,9 +12,9 @@ the requests are to keep jointly.
 
 Two replicas of WAA have four ranks, and are not among them.
 
-FOLDER keeps what was run, and the profile, which is measured first: the same command goes on after
-the runs that are there. The machine must be otherwise idle. `--only`: the runs whose name holds
-TEXT. `--again`: anew.
+FOLDER keeps what was run, and the profile, which is measured first and to which no run adds: the
+same command goes on after the runs that are there. The machine must be otherwise idle. `--only`:
+the runs whose name holds TEXT. `--again`: anew.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ MODEL, RANKS = "smollm2-135m", 2
 INPUTS, OUTPUTS = USUAL
 LIMITS, ATTAINMENT = {"ttft_s": 2.0, "tpot_s": 0.25}, 0.9  # chosen
 WANTED, WANTED_POINTS = 0.20, 0.08  # differences wanted: of times at the median, of attainment
-QUANTILES = ("p50_s", "p90_s")
+TIMES = {"ttft_p50_s": "TTFT P50", "ttft_p90_s": "TTFT P90",
+         "tpot_p50_s": "TPOT P50", "tpot_p90_s": "TPOT P90"}
+LEAST = 30  # chosen: requests of a run
 ENDED_S = 5.0  # chosen: ranks end with their launcher in less
 
 
@@ -68,7 +70,6 @@ CASES = (
 class Pair(NamedTuple):
     """Seconds of a metric's quantile, or shares of the requests."""
 
-    words: str
     measured: float
     predicted: float
 
@@ -83,35 +84,35 @@ class Done(NamedTuple):
     case: Case
     rate: float
     metrics: dict[str, Any]
-    predicted: dict[str, Any]  # the schedule's `served`
+    served: dict[str, Any]  # of the schedule
     lines: list[dict[str, Any]]
     killed_at: int  # answers that were there; 0: not killed
     expected: dict[str, list[int]]
 
-    @property
-    def served(self) -> dict[str, Any]:
-        return dict(self.metrics["served"])
+    def pair(self, key: str) -> Pair:
+        """A figure as measured, and as predicted for the lengths and arrivals of the run; of a run
+        that was killed, whose arrivals had a gap, as planned."""
+        own, (metric, _, quantile) = self.metrics["served"][key], key.partition("_")
+        predicted = own["predicted"]
+        if predicted is None and not quantile:
+            predicted = self.served[key]
+        elif predicted is None:
+            predicted = next(one[quantile] for one in self.served["metrics"]
+                             if one["metric"] == metric)
+        return Pair(own["measured"], predicted)
 
     @property
     def times(self) -> list[Pair]:
-        return [Pair(f"{metric.upper()} {quantile[:3].upper()}",
-                     figures(self.served["measured"], metric)[quantile],
-                     figures(self.predicted, metric)[quantile])
-                for metric in ("ttft", "tpot") for quantile in QUANTILES]
+        return [self.pair(key) for key in TIMES]
 
     @property
     def attainment(self) -> Pair:
-        return Pair("attainment", self.served["measured"]["attainment"],
-                    self.predicted["attainment"])
+        return self.pair("attainment")
 
     @property
     def num_other(self) -> int:
         """Requests whose tokens are not the batch job's."""
         return sum(line["output_ids"] != self.expected[line["id"]] for line in self.lines)
-
-
-def figures(served: dict[str, Any], metric: str) -> dict[str, Any]:
-    return next(one for one in served["metrics"] if one["metric"] == metric)
 
 
 class LoadTests:
@@ -120,15 +121,21 @@ class LoadTests:
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder, self._seconds = folder.absolute(), seconds
         self._several = SeveralRuns(self._folder)
-        models = self._folder / "cache" / "xgpt" / "models"
-        if not models.exists() and (cache_dir() / "models").is_dir():
-            models.symlink_to(cache_dir() / "models")  # not fetched once more
+        self._model = cache_dir() / "models" / MODEL  # its folder: one shape for every command
+        if not self._model.is_dir():
+            sys.exit(f"{self._model}: not there; `xgpt submit jobs/quickstart.yaml` fetches it")
+        self._profile = self._folder / "profile.json"
+        if not self._profile.is_file():
+            job = self._folder / "profile.yaml"
+            job.write_text(yaml.safe_dump(self._job(CASES[0], LEAST, None)), "utf-8")
+            self._said("profile")
+            self._xgpt("profile", "measure", str(job), "--tp", "1", "--out", str(self._profile))
 
     def run(self, case: Case) -> Done:
         """The run of a case that is there, or a new one."""
         capacity = self._capacity(case)
         rate = case.load * capacity
-        count = max(round(self._seconds * rate), 30)
+        count = max(round(self._seconds * rate), LEAST)
         place = self._folder / case.name
         if not (place / "out" / "metrics.json").is_file():
             shutil.rmtree(place, ignore_errors=True)
@@ -140,6 +147,11 @@ class LoadTests:
                     [json.loads(line) for line in (place / "out" / "results.jsonl").open()],
                     int(killed.read_text()) if killed.is_file() else 0, self._batch(count))
 
+    def _xgpt(self, *words: str) -> None:
+        done = self._several.xgpt(*words)
+        if done.returncode != 0:
+            sys.exit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+
     def _capacity(self, case: Case) -> float:
         """Requests/s that `xgpt schedule` promises."""
         kept = self._folder / f"capacity-{case.policy}-{case.replicas}.json"
@@ -147,10 +159,7 @@ class LoadTests:
             kept.with_suffix(".yaml").write_text(
                 yaml.safe_dump(self._job(case, 500, {"process": "poisson"})), "utf-8")
             self._said(f"capacity of {case.policy}, {case.replicas} replicas")
-            done = self._several.xgpt("schedule", str(kept.with_suffix(".yaml")), "--out",
-                                      str(kept))
-            if done.returncode != 0:
-                sys.exit(f"{kept.stem}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+            self._xgpt("schedule", str(kept.with_suffix(".yaml")), "--out", str(kept))
         return float(read(kept)["served"]["capacity"]["qps"])
 
     def _job(self, case: Case, count: int, arrivals: dict[str, Any] | None) -> dict[str, Any]:
@@ -159,7 +168,8 @@ class LoadTests:
         under = {} if arrivals is None else {"arrivals": arrivals}
         limits = {} if arrivals is None else {
             "constraint": {**LIMITS, "attainment": ATTAINMENT}}
-        return {"model": MODEL, "cluster": "local", "output": "out", **limits,
+        profile = {"profile": str(self._profile)} if self._profile.is_file() else {}
+        return {"model": str(self._model), "cluster": "local", "output": "out", **limits, **profile,
                 "workload": {"requests": str(requests), "input_tokens": "from_requests",
                              "output_tokens": {"mean": float(np.mean(outputs)), "max": max(outputs),
                                                "std": float(np.std(outputs))}, **under},
@@ -241,7 +251,7 @@ def row(done: Done) -> str:
 
 def summary(found: list[Done]) -> Iterator[str]:
     """Yields a sentence for each figure that is wanted."""
-    for at, words in enumerate(("TTFT P50", "TTFT P90", "TPOT P50", "TPOT P90")):
+    for at, words in enumerate(TIMES.values()):
         off = [abs(done.times[at].ratio - 1) for done in found]
         yield (f"{words}: off by {statistics.median(off):.0%} at the median of {len(found)} runs "
                f"(wanted: {WANTED:.0%}), {max(off):.0%} at worst.")
@@ -258,7 +268,7 @@ def summary(found: list[Done]) -> Iterator[str]:
 
 def page(found: list[Done]) -> str:
     header = ("policy", "replicas", "of capacity", "requests/s", "requests, lines",
-              *(f"{metric} {q} (s)" for metric in ("TTFT", "TPOT") for q in ("P50", "P90")),
+              *(f"{words} (s)" for words in TIMES.values()),
               "attainment", "other tokens", "others' CPU")
     limits = ", ".join(f"{key} {value:g}" for key, value in LIMITS.items())
     return "\n".join([
