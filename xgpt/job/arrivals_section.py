@@ -63,9 +63,8 @@ def _wrong(job: Job, own: ArrivalSpec, reading: Reading) -> Iterator[tuple[objec
         return None if (node := reading.at(key)) is None else node.value
 
     given = {key for key in ArrivalSpec.__dataclass_fields__ if reading.has(f"{_HERE}.{key}")}
-    yield "cv" in given and own.process != "gamma", f"{_HERE}.cv", "of `process: gamma` alone"
-    yield own.process == "gamma" and own.cv is None, f"{_HERE}.cv", (
-        "required: of the gaps of a gamma process")
+    yield (own.process == "gamma") != ("cv" in given), f"{_HERE}.cv", (
+        "of `process: gamma`, which needs it")
     yield value_of(_HERE) != FROM_REQUESTS and not any(
         form[0] in given and given <= {*form} for form in _FORMS), _HERE, _WORDS
     yield value_of(_HERE) == FROM_REQUESTS and job.workload.requests is None, _HERE, (

@@ -2,34 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from datetime import datetime
 
-import numpy as np
-
-from xgpt.core.constraint import Constraint, deadline_bound
 from xgpt.core.controls import CAP, COLUMN, KNOWN, SHARING_ORDERS
-from xgpt.core.errors import Mistake, refuse
-from xgpt.core.lengths import FloatArray
+from xgpt.core.errors import Mistake
 from xgpt.core.model import ModelSpec
 from xgpt.job.job import ArrivalSpec, Job
-from xgpt.job.plan_sections import without_limit
-from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.request import IN_TURN, Requests
-
-
-def with_deadlines(job: Job, requests: Requests | None,
-                   start: datetime) -> tuple[Constraint, FloatArray | None]:
-    """(the job's constraint with a limit on deadlines if a request has one, deadlines of its
-    requests in seconds from `start`, [requests]). Raises InputError for keys without a limit."""
-    constraint, limit_s = job.constraint, job.constraint.limit_s("deadline")
-    if requests is None or requests.deadlines_s is None:
-        refuse(Mistake(file=str(job.source), line=None, key=key, value=None, allowed=allowed)
-               for key, allowed in without_limit(constraint))
-    elif constraint.bound_on("deadline") is None:
-        constraint = replace(constraint, bounds=(*constraint.bounds, deadline_bound()))
-    return constraint, None if requests is None else in_seconds(
-        requests.deadlines_s, np.arange(len(requests)), limit_s, start.timestamp())
 
 
 def wrong_columns(job: Job, model: ModelSpec, requests: Requests | None) -> Iterator[Mistake]:
@@ -38,8 +16,7 @@ def wrong_columns(job: Job, model: ModelSpec, requests: Requests | None) -> Iter
     asked = admission.forecast
 
     def mistake(key: str, value: object, allowed: str) -> Mistake:
-        return Mistake(file=str(job.source), line=None, key=key, value=value,
-                       allowed=allowed)
+        return Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
 
     if model.is_encoder_decoder and admission.may_overflow:
         yield mistake("schedule.admission", admission.rule, "reserve, or future-peak with "

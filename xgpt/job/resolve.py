@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.cluster import KV_BLOCK_TOKENS, Cluster, Device
-from xgpt.core.constraint import Constraint
+from xgpt.core.constraint import Constraint, deadline_bound
 from xgpt.core.controls import Adjustment
 from xgpt.core.engines import IN_CHILDREN, OWN_ENGINE, SHARING_ENGINES, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
@@ -27,8 +27,10 @@ from xgpt.job.arrivals_section import resolve_arrivals
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import earlier_lengths, resolve_lengths, without_requests
 from xgpt.job.placement_section import may_offload, with_tiers, wrong_placement
-from xgpt.job.request_columns import with_deadlines, wrong_columns
+from xgpt.job.plan_sections import without_limit
+from xgpt.job.request_columns import wrong_columns
 from xgpt.job.schedule_section import OFF, SPLIT_KEYS, wrong_split
+from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.request import Requests
 
 _SAMPLED = 4096  # chosen: requests of a job that has no number of them
@@ -135,6 +137,20 @@ def _without_reserve(cluster: Cluster, job: Job) -> Cluster:
     return replace(cluster, device=replace(
         cluster.device, reserved_bytes=int(row.reserve_gb * 1e9),
         cache_share=row.memory_share if row.of_free else None))
+
+
+def with_deadlines(job: Job, requests: Requests | None,
+                   start: datetime) -> tuple[Constraint, FloatArray | None]:
+    """(the job's constraint with a limit on deadlines if a request has one, deadlines of its
+    requests in seconds from `start`, [requests]). Raises InputError for keys without a limit."""
+    constraint, limit_s = job.constraint, job.constraint.limit_s("deadline")
+    if requests is None or requests.deadlines_s is None:
+        refuse(Mistake(file=str(job.source), line=None, key=key, value=None, allowed=allowed)
+               for key, allowed in without_limit(constraint))
+    elif constraint.bound_on("deadline") is None:
+        constraint = replace(constraint, bounds=(*constraint.bounds, deadline_bound()))
+    return constraint, None if requests is None else in_seconds(
+        requests.deadlines_s, np.arange(len(requests)), limit_s, start.timestamp())
 
 
 def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec,

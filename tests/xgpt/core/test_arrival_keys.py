@@ -103,7 +103,7 @@ def test_all_mistakes_of_arrivals_are_told_at_once(tmp_path):
 
 @pytest.mark.parametrize(("arrivals", "key", "words"), [
     ("{}", "", "{rate, process, cv}"), ("{speed: 2}", "", "{file, speed}"),
-    ("{rate: 2, cv: 2}", ".cv", "gamma"), ("{process: gamma}", ".cv", "required"),
+    ("{rate: 2, cv: 2}", ".cv", "gamma"), ("{process: gamma}", ".cv", "needs it"),
     ("{file: t.csv, speed: 2, rate: 1}", "", "{file, rate}"),
     ("{concurrency: 3, process: even}", "", "{concurrency}"),
     ("from_requests", "", "file"), ("sometimes", "", "from_requests")])
