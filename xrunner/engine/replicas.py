@@ -357,7 +357,8 @@ class FromRankZero(Supply):
 
     def _report(self, head: Head, *, has_ended: bool = False) -> None:
         begun, now_s = self._given - head.requests.num_waiting, head.clock()
-        is_time = now_s > self._reported_s + _REPORT_S
+        is_resting = bool(self.note) and not head.requests.has_work  # until the next arrival
+        is_time = now_s > self._reported_s + _REPORT_S and not is_resting
         if not (has_ended or is_time or self._results or self._changed is not None
                 or self._given_back is not None or begun != self._reported_begun
                 or head.executor.is_ready != self._is_ready):
