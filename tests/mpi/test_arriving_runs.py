@@ -125,3 +125,17 @@ def cpu_s(pid: int) -> float:
     """Seconds of processors that the process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_what_has_not_begun_by_its_deadline_expires_and_is_run_by_the_same_command(tmp_path):
+    """A single slot of many clients, each of whose requests has its own time since it arrived."""
+    limits = "constraint: {deadline_s: 0.06, on_deadline: stop, attainment: 0.01}\n"
+    job = toy_job(tmp_path, "policy: sarathi, max_active: 1, token_budget: 64",
+                  "{rate: 65, process: even}", limits=f"{limits}search: {{queries: 100}}\n")
+    stopped = job.run_to_end()
+    assert stopped.returncode == 4, stopped.stderr
+    rows = [json.loads(line) for line in (job.output / "results.jsonl").read_text().splitlines()]
+    assert 0 < len(rows) < COUNT and rows[-1]["arrival_s"] > 1
+    assert all(row["encode_start_s"] - row["arrival_s"] < 0.2 for row in rows)
+    assert job.run_to_end().returncode == 0
+    assert len(job.answers()) == COUNT
