@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError, LacksMemoryError
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import CopiesTried, Margin, Proof, Rejected, Schedule, Status
@@ -57,6 +57,9 @@ class ServicePlanner:
         """The schedule with the highest value. Raises InfeasibleError if none keeps the limits at
         `least_qps` requests/s (None: at the job's rate), or at any."""
         check(self.problem, self.timing)
+        if not self.search.cells:
+            raise LacksMemoryError(f"no schedule: {self.problem.model.name} does not fit into the "
+                                   "memory of any part of the cluster that the job allows")
         is_fewest = self._rate is not None and self.problem.constraint.objective != "throughput"
         found = self.search.fewest(self._rate or 0.0) if is_fewest else self.search.best(
             least_qps or 0.0)

@@ -36,11 +36,6 @@ def best_points(rows: Iterable[Row]) -> dict[str, Row]:
         filter(worth_of, rows), "scenario").items()}
 
 
-def best_worths(rows: Iterable[Row]) -> dict[str, float]:
-    """The highest worth of each workload, by its scenario."""
-    return {name: worth_of(row) for name, row in best_points(rows).items()}
-
-
 def bests_elsewhere(rows: Collection[Row]) -> list[str]:
     """Keys of points that were given up, and whose deployment is the best of another workload."""
     best = {row["deployment"] for row in best_points(rows).values()}

@@ -101,8 +101,10 @@ def rows_of(unit: Unit, options: PlanOptions, tell: Teller,
         worth = worths.get(row["scenario"], 0.0) * (
             point.job.constraint.objective == "throughput")  # others use a part of the cluster
         try:
-            options = replace(options, least_qps=worth and worth * _price_of(
-                resolve_cluster(point.job)))
+            if worth:
+                cluster = resolve_cluster(point.job)
+                worth *= _price_of(cluster, cluster.num_devices)
+            options = replace(options, least_qps=worth)
             planner = planner or _planner(point.job, options, tell)
             if point.relative_bound is not None:
                 bound_s = float(f"{_limit_s(point, point.relative_bound, planner, options):.3g}")
@@ -116,9 +118,9 @@ def rows_of(unit: Unit, options: PlanOptions, tell: Teller,
         yield plain(row | {"bound_s": bound_s})
 
 
-def _price_of(cluster: Cluster, devices: int | None = None) -> float:
-    """The price of devices (default: all of the cluster) for an hour; their number if unknown."""
-    return (devices or cluster.num_devices) * (cluster.device.price_per_hour or 1.0)
+def _price_of(cluster: Cluster, devices: int) -> float:
+    """The price of so many devices for an hour; their number if it is unknown."""
+    return devices * (cluster.device.price_per_hour or 1.0)
 
 
 def _planner(job: Job, options: PlanOptions, tell: Teller) -> JobPlanner:
@@ -206,18 +208,18 @@ def _figures(plan: Plan) -> Row:
 
 def _served(plan: Plan) -> Row:
     """Columns of a service: capacity, attainment, percentiles and price."""
-    served, problem, used = plan.schedule.served, plan.opened.problem, None
+    served, problem = plan.schedule.served, plan.opened.problem
     if served is None:
         return {}
     figures = asdict(served.capacity) | asdict(served) | {
         f"{one.metric}_{name}": getattr(one, name) for one in served.metrics
         for name in ("p50_s", "p90_s", "p99_s")}
-    if problem.constraint.objective != "throughput":
-        used = plan.schedule.estimate.num_devices
     is_missed = not served.is_at_capacity and served.capacity.qps < served.rate
     return {name: figures[name] for name in (*_FIGURES, *_SERVED) if name in figures} | {
         "capacity_qps": served.capacity.qps, "capacity_per_price": (
-            served.capacity.qps / _price_of(problem.cluster, used)),
+            served.capacity.qps / _price_of(problem.cluster, (
+                problem.cluster if problem.constraint.objective == "throughput" else
+                plan.schedule.estimate).num_devices)),
         "attainment": None if served.is_at_capacity else served.attainment} | ({
             "status": INFEASIBLE, "reason": f"at most {served.capacity.qps:.3g} requests/s keep "
             f"the limits at {served.rate:g}"} if is_missed else {})

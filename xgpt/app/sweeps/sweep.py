@@ -38,7 +38,7 @@ from xgpt.core.system.machine import usable_cores
 from xgpt.core.system.whole_file import json_text, why_no_folder, write_atomically
 from xgpt.core.units import format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.job.sweep_file import SweepPoint, SweepSpec
+from xgpt.job.sweep_file import ARRIVALS, SweepPoint, SweepSpec
 from xgpt.launch.stop_signals import stopping_in_order
 from xgpt.report import sweep_served as service
 from xgpt.report.notebook import Printed, frame
@@ -99,6 +99,8 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
     workload's best. Raises StoppedEarly where it was asked to stop: the same call goes on."""
     if runs:
         _check_runs(spec, tell)
+    if is_best and any(point.job.workload.arrivals is None for point in spec.points):
+        raise wrong("command line", "--best", None, f"only with {ARRIVALS}")
     if (allowed := why_no_folder(spec.output)) is not None:
         raise wrong(spec.source, "output", str(spec.output), allowed)
     folder, began = spec.output, time.monotonic()
@@ -108,7 +110,8 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
         _describe(spec, list(known.values()), "running", began, is_run=runs)
         state = "stopped"
         try:
-            for worths in (lambda: service.best_worths(known.values()), dict)[not is_best:]:
+            for worths in (lambda: {name: service.worth_of(row) for name, row in (
+                    service.best_points(known.values()).items())}, dict)[not is_best:]:
                 # hashes mix the axes, so that the best so far soon is a good one
                 order = sorted(points) if is_best else points
                 left = _units({key: points[key] for key in order if key not in known})

@@ -99,6 +99,11 @@ def test_without_an_axis_the_limits_are_scaled(job):
     assert all(worth_of(row) == row["capacity_qps"] / 2 for row in rows), "A40 has no price"
 
 
+def test_a_layout_without_room_for_the_weights_says_so(job):
+    (row,) = swept(job, "model=opt-30b", "tp=1", "copies=2", is_best=True).rows
+    assert row["status"] == "infeasible" and "does not fit into the memory" in row["reason"]
+
+
 def test_lengths_are_of_both_sides_and_shares_of_a_latency_are_refused(job):
     (job.parent / "lengths.csv").write_text("input,output\n9,5\n8,7\n")
     (point,) = load_sweep(job, over=("lengths={file: lengths.csv}",)).points
@@ -106,3 +111,7 @@ def test_lengths_are_of_both_sides_and_shares_of_a_latency_are_refused(job):
     assert point.values == {"lengths": "lengths.csv"}
     with pytest.raises(InputError, match="bound = '50%': seconds or inf where requests arrive"):
         load_sweep(job, bounds="50%")
+    job.write_text("{model: opt-13b, cluster: a40-4, workload: {task: S}}")
+    spec = load_sweep(job, bounds="5")
+    with pytest.raises(InputError, match=r"--best: only with workload\.arrivals"):
+        sweep_points(spec, LogTeller(), is_best=True)
