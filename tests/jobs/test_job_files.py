@@ -12,13 +12,14 @@ from xgpt.cli.main import cli
 from xgpt.core import catalog
 from xgpt.core.policies import searched_policies
 from xgpt.job.job_file import load_job
+from xgpt.job.job_lengths import read_lengths
 from xgpt.job.sweep_file import load_sweep
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request
 from xgpt.requests.request_files import RequestFiles
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
-SWEEPS = [JOBS / "paper-scenarios.yaml"]
+SWEEPS = [JOBS / "paper-scenarios.yaml", JOBS / "vidur-grid.yaml"]
 JOB_FILES = sorted({*JOBS.glob("*.yaml")} - {*SWEEPS})
 PROMPTS = JOBS / "prompts" / "quickstart.jsonl"
 KINDS = ("summarise", "translate", "code", "question", "classify")
@@ -91,6 +92,22 @@ def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy
     assert len({tuple(point.values.values())[:3] for point in spec.points}) == 20
     assert all(point.job.run.dtype == "float16" for point in spec.points)
     assert {point.values["bound"] for point in spec.points} == {"ft10", "ft30", "ft70", "inf"}
+
+
+def test_vidur_s_grid_is_its_450_deployments_for_each_of_two_workloads():
+    points = load_sweep(SWEEPS[1]).points
+    counts = Counter(point.values["lengths"] for point in points)
+    assert counts == {"arxiv-4k.csv": 450, "books-4k.csv": 450}
+    assert len({tuple(sorted(point.values.items())) for point in points}) == 900
+    stages = Counter((point.values["tp"], 16 // (point.values["tp"] * point.values["copies"]))
+                     for point in points)
+    assert stages == {(tp, pp): 100 for tp in (1, 2, 4) for pp in (1, 2, 4)}
+    policies = Counter((point.values["policy"], point.values["budget"]) for point in points)
+    assert policies == dict.fromkeys([("vllm", 4096), ("mixed", 4096), *(
+        ("sarathi", budget) for budget in (512, 1024, 2048))], 180)
+    for name, means in (("arxiv-4k.csv", (2588.1, 291.4)), ("books-4k.csv", (1067.2, 1612.8))):
+        lengths = read_lengths(JOBS / name, "input", "output")
+        assert lengths.mean(axis=0) == pytest.approx(means, rel=0.005)
 
 
 def test_the_quickstart_reads_its_prompts():
