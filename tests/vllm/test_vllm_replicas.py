@@ -14,7 +14,8 @@ from given_runs import given, toy_plan
 from job_folder import as_requests, read_lines
 from replays import estimated, problem_for, replayed, whole_steps
 
-from xgpt.core.controls import FIXED
+from xgpt.core.controls import FIXED, LEAST_QUERIES
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.launch.launcher import LocalLauncher, RankProgram
@@ -27,8 +28,10 @@ QUERIES = [replace(MADE[i % KINDS], index=i, id=f"q{i}") for i in range(COUNT)]
 
 
 def two_replicas(python: str, folder: Path, out: Path, policy: str, variables: dict[str, int],
-                 outputs: Sequence[int]) -> tuple[Problem, Estimate]:
-    """Runs the queries by two ranks with an engine each, without the command around them."""
+                 outputs: Sequence[int], arrival_s: FloatArray | None = None,
+                 ) -> tuple[Problem, Estimate]:
+    """Runs the queries by two ranks with an engine each, without the command around them.
+    `arrival_s`: when they arrive, [queries]; None: they are there."""
     out.mkdir()
     problem = problem_for(folder, QUERIES, outputs)
     one = estimated(policy, problem, **variables)
@@ -38,6 +41,9 @@ def two_replicas(python: str, folder: Path, out: Path, policy: str, variables: d
     plan = replace(toy_plan(folder, out, query_kv_tokens=100), engine="vllm", routing=FIXED,
                    engine_python=python, engine_version=" ".join(version_in(python)))
     toys.write_spool(plan, requests)
+    if arrival_s is not None:
+        plan = replace(plan, arrives=True, routing=LEAST_QUERIES)
+        np.save(out / "spool" / "arrivals.npy", arrival_s)
     LocalLauncher().run(RankProgram(module="xrunner.backends.vllm.vllm_worker",
                                     argument=plan.save(), count=2), watch=lambda: None)
     return problem, one
@@ -67,3 +73,16 @@ def test_each_replica_takes_the_steps_of_its_queries_replay(tmp_path, toy, vllm_
         lengths = np.array([line["output_tokens"] for line in own])
         assert steps == whole_steps(replayed(
             problem, one, [QUERIES[line["index"]] for line in own], lengths).pools[0])
+
+
+def test_replicas_answer_requests_that_arrive(tmp_path, toy, vllm_python):
+    expected = [toys.generate(toy[1], q) for q in MADE]
+    arrival_s = 0.02 * np.arange(COUNT)
+    two_replicas(vllm_python, toy[0], tmp_path / "out", "vllm", {
+        "max_active": 6, "token_budget": 24}, [len(expected[i % KINDS]) for i in range(COUNT)],
+        arrival_s)
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    assert [line["output_ids"] for line in results] == [expected[i % KINDS] for i in range(COUNT)]
+    assert [line["arrival_s"] for line in results] == pytest.approx(arrival_s.tolist())
+    assert all(line["arrival_s"] <= line["encode_start_s"] for line in results)
+    assert {line["replica"] for line in results} == {0, 1}
