@@ -112,10 +112,9 @@ class Trials:
         times = self.replay(lengths, arrival_s, self.load.clients)
         assert lengths.outputs is not None
         rows = counted(times.arrival_s)
-        ends_s = times.last_token_s[rows]
-        self.reached_qps = len(rows) / max(float(np.ptp(ends_s)), 1e-12) / self.slower
-        own = {name: every[rows] for name, every in seconds_by_metric(
-            times, lengths.outputs).items()}
+        times = times.take(rows)
+        self.reached_qps = len(rows) / max(float(np.ptp(times.last_token_s)), 1e-12) / self.slower
+        own = seconds_by_metric(times, lengths.outputs[rows])
         used, *halves = (used_of_limits(
             {name: every[part] for name, every in own.items()}, self.constraint, self.slower)
             for part in (slice(None), slice(len(rows) // 2), slice(len(rows) // 2, None)))

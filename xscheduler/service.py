@@ -103,24 +103,6 @@ class Candidate:
 
 
 @dataclass(kw_only=True)
-class Account:
-    """How many candidates there were, and how each was settled."""
-
-    candidates: int = 0
-    replayed: int = 0
-    by_bound: int = 0
-    refused: int = 0
-
-    @property
-    def search(self) -> Search:
-        """The account for a schedule; what is left was given up by estimate."""
-        settled = self.replayed + self.by_bound + self.refused
-        return Search(candidates=self.candidates, replayed=self.replayed, by_bound=self.by_bound,
-                      refused=self.refused,
-                      by_estimate=self.candidates - settled)
-
-
-@dataclass(kw_only=True)
 class ServiceSearch:
     """The search of one problem whose requests arrive. `requests`: length of every replay; None: as
     long as it takes."""
@@ -130,7 +112,9 @@ class ServiceSearch:
     watch: Watch
     has_margin: bool = True
     requests: int | None = None
-    account: Account = field(default_factory=Account)
+    candidates: int = 0
+    by_bound: int = 0  # of them
+    refused: int = 0
     tried: list[Candidate] = field(default_factory=list)  # that were replayed
 
     def __post_init__(self) -> None:
@@ -148,6 +132,14 @@ class ServiceSearch:
         self.load = Load(self.problem, self.problem.seed)
         self._ratios: defaultdict[tuple[str, bool | None], list[float]] = defaultdict(list)
         self._entered = 0
+
+    @property
+    def account(self) -> Search:
+        """How many candidates there were, and how each was settled."""
+        replayed, by_bound, refused = len(self.tried), self.by_bound, self.refused
+        return Search(candidates=self.candidates, replayed=replayed, by_bound=by_bound,
+                      refused=refused,
+                      by_estimate=self.candidates - replayed - by_bound - refused)
 
     def fewest(self, rate: float) -> Candidate | None:
         """The candidate on the fewest devices that keeps the limits at `rate` requests/s, with the
@@ -186,8 +178,7 @@ class ServiceSearch:
 
     def value(self, candidate: Candidate, qps: float) -> float:
         """Requests/s in all, of a device, or for a price: the objective makes it the largest."""
-        devices = candidate.copies * candidate.cell.problem.cluster.num_devices
-        return self.value_on(qps, devices)
+        return self.value_on(qps, candidate.copies * candidate.cell.problem.cluster.num_devices)
 
     def value_on(self, qps: float, devices: int) -> float:
         """The value of `qps` requests/s on so many devices."""
@@ -231,8 +222,8 @@ class ServiceSearch:
                 candidate.slower = self._margins.margin(candidate.estimate.one_copy).timing
             most, wanted = candidate.saturated_qps, to_beat * (1 + PRECISION)
             if most <= to_beat:
-                self.account.by_bound += bool(most)
-                self.account.refused += not most
+                self.by_bound += bool(most)
+                self.refused += not most
                 return False
             trials = self.trials(candidate, most_longer=_FIRST_LONGER)
             if wanted and not self.load.clients:
@@ -245,9 +236,8 @@ class ServiceSearch:
                 found = highest_rate(trials, wanted * (1 + PRECISION) if wanted else None)
                 candidate.capacity_qps = found.qps if found.qps > to_beat else None
         except XgptError:  # a request never fits
-            self.account.refused += 1
+            self.refused += 1
             return False
-        self.account.replayed += 1
         self.tried.append(candidate)
         return True
 
@@ -259,7 +249,7 @@ class ServiceSearch:
                 devices, cell.problem.cluster.num_devices)
             if rest or not 1 <= copies <= cell.copies:
                 continue
-            self.account.candidates += len(cell.points)
+            self.candidates += len(cell.points)
             qps = self._within_limits(cell)
             at = int(np.argmax(qps))
             if qps[at] > 0:

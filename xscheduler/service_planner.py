@@ -2,8 +2,9 @@
 seeds, the figures of its requests, its alternatives, and the account of the search."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,13 +12,7 @@ from xgpt.core.errors import InfeasibleError, LacksMemoryError
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import CopiesTried, Margin, Proof, Rejected, Schedule, Status
-from xgpt.core.served import (
-    Capacity,
-    MetricFigures,
-    ReplicaFigures,
-    Served,
-    ServedMetric,
-)
+from xgpt.core.served import Capacity, MetricFigures, ReplicaFigures, Served, ServedMetric
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.capacity import SEEDS, Load, highest_rate
@@ -30,15 +25,16 @@ from xsimulator.bound import UpperBound
 from xsimulator.replay.service import (
     attainment,
     binding,
-    counted,
+    counted_seconds,
     limits_of,
     metric_figures,
     replica_figures,
-    seconds_by_metric,
 )
 
 MOST_SHOWN = 20_000  # chosen: requests of the replay whose figures are shown
 _MOST_COPIES = 4  # chosen: a refusal tries up to so many times the replicas
+
+Key = TypeVar("Key", str, int)
 
 
 class ServicePlanner:
@@ -107,11 +103,11 @@ class ServicePlanner:
         return Served(
             rate=rate, is_at_capacity=self._rate is None, routing=problem.adjustment.routing,
             capacity=capacity, metrics=metrics, replicas=replicas,
-            binds=binding(late[1], late[2], _p25(late[0]["tpot"]),
+            binds=binding(late[1], late[2], late[0]["tpot"],
                           found.estimate.variables.get("max_active")),
             attainment=attainment(seconds, problem.constraint),
             wanted=problem.constraint.attainment,
-            price_per_hour=price * found.estimate.num_devices, search=self.search.account.search)
+            price_per_hour=price * found.estimate.num_devices, search=self.search.account)
 
     def _figures(self, found: Candidate, lengths: QueryLengths, arrival_s: FloatArray,
                  slower: float) -> tuple[dict[ServedMetric, FloatArray],
@@ -121,8 +117,7 @@ class ServicePlanner:
         assert self.problem.arrivals is not None
         result = found.replayer.run(lengths, arrival_s / slower,
                                     concurrency=self.problem.arrivals.concurrency)
-        rows = counted(result.times.arrival_s)
-        seconds = {name: slower * every[rows] for name, every in seconds_by_metric(
+        seconds = {name: slower * every for name, every in counted_seconds(
             result.times, result.output_tokens).items()}
         return (seconds, metric_figures(seconds, self.problem.constraint),
                 replica_figures(result, found.cell.problem, lengths.inputs))
@@ -132,15 +127,13 @@ class ServicePlanner:
         """(lengths, arrival in seconds): the job's own requests where it has them, else drawn."""
         arrivals = self.problem.arrivals
         assert arrivals is not None
-        own = job_lengths(self.problem, found.estimate)
-        if own is not None and own.outputs is not None and arrivals.times_s is not None and (
-                len(own.inputs) == len(arrivals.times_s)):
-            return own, arrivals.times_s
+        own, times_s = job_lengths(self.problem, found.estimate), arrivals.times_s
         load = Load(self.problem, self.problem.seed)
-        if arrivals.times_s is not None:
-            lengths, _ = load.at(rate, len(arrivals.times_s))
-            return lengths, arrivals.times_s
-        return load.at(rate, count)
+        if times_s is None:
+            return load.at(rate, count)
+        if own is None or own.outputs is None or len(own.inputs) != len(times_s):
+            own, _ = load.at(rate, len(times_s))
+        return own, times_s
 
     def _bound_value(self) -> float:
         """Upper bound on the value of every candidate that was given up by estimate."""
@@ -152,16 +145,13 @@ class ServicePlanner:
 
     def _rejected(self, found: Candidate) -> Iterator[Rejected]:
         """Yields the best candidate of every other policy."""
-        own = found.cell.policy
-        best: dict[str, Candidate] = {}
-        for one in self.search.tried:
-            name = one.cell.policy
-            if name != own and (name not in best or _rank(one) > _rank(best[name])):
-                best[name] = one
+        best = self._best_by(lambda one: one.cell.policy)
+        best.pop(found.cell.policy, None)
         for name, one in best.items():
             yield Rejected(kind="policy", subject=name, words=configuration(one.estimate),
                            throughput_qps=one.capacity_qps, reason=self._why_not(one))
-        for name in sorted(search_names(self.search) - {own, *best}):
+        names = {cell.policy for cell, _ in self.search.cells}
+        for name in sorted(names - {found.cell.policy, *best}):
             yield Rejected(kind="policy", subject=name, reason="given up by its bound or estimate")
 
     def _why_not(self, one: Candidate) -> str:
@@ -174,15 +164,20 @@ class ServicePlanner:
 
     def _over_copies(self, found: Candidate) -> Iterator[CopiesTried]:
         """Yields the best candidate of each number of replicas that was replayed."""
-        best: dict[int, Candidate] = {}
-        for one in self.search.tried:
-            if one.copies not in best or _rank(one) > _rank(best[one.copies]):
-                best[one.copies] = one
+        best = self._best_by(lambda one: one.copies)
         for copies, one in sorted({**best, found.copies: found}.items(), reverse=True):
             yield CopiesTried(
                 replicas=copies, devices_per_replica=one.cell.problem.cluster.num_devices,
                 throughput_qps=one.capacity_qps, latency_s=None, bound_qps=one.saturated_qps,
                 words=configuration(one.estimate))
+
+    def _best_by(self, key: Callable[[Candidate], Key]) -> dict[Key, Candidate]:
+        """The best candidate that was replayed of each `key`, the very best first."""
+        found: dict[Key, Candidate] = {}
+        for one in sorted(self.search.tried, key=lambda one: (
+                -(one.capacity_qps or 0.0), one.used.share if one.used else math.inf)):
+            found.setdefault(key(one), one)
+        return found
 
     def _refusal(self, found: Candidate | None) -> InfeasibleError:
         limits = " and ".join(f"{bound.metric}_s {format_seconds(bound.limit_s)}"
@@ -203,17 +198,3 @@ class ServicePlanner:
                 return InfeasibleError(f"{at_most}; {(more - copies) * each} more devices would "
                                        f"keep them at {self._rate:.3g}")
         return InfeasibleError(at_most)
-
-
-def search_names(search: ServiceSearch) -> set[str]:
-    """Names of the policies that were searched."""
-    return {cell.policy for cell, _ in search.cells}
-
-
-def _rank(one: Candidate) -> tuple[float, float]:
-    return one.capacity_qps or 0.0, -(one.used.share if one.used else math.inf)
-
-
-def _p25(seconds: FloatArray) -> float:
-    own = seconds[~np.isnan(seconds)]
-    return float(np.quantile(own, 0.25)) if len(own) else 0.0

@@ -26,7 +26,7 @@ SERVED = Served(
                       saturated_qps=6.8),
     replicas=(REPLICA,) * 4, binds="batch slots", attainment=0.9031, wanted=0.9,
     price_per_hour=3.16, search=Search(candidates=142, replayed=31, by_bound=90, by_estimate=11,
-                                       refused=10, bound_qps=5.3))
+                                       refused=10))
 
 
 @cache

@@ -55,7 +55,7 @@ def test_no_candidate_has_a_higher_capacity(ttft_s, tpot_s):
     search.has_margin = False
     found = search.best()
     assert found.capacity_qps >= 0.98 * by_hand(problem)
-    account = search.account.search
+    account = search.account
     assert account.candidates == (
         account.replayed + account.by_bound + account.by_estimate + account.refused)
 

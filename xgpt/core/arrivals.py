@@ -27,25 +27,18 @@ class Arrivals:
     concurrency: int | None = None
     times_s: FloatArray | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the rate is to be looked for."""
-        return self.rate is None and self.concurrency is None and self.times_s is None
-
-    def gaps(self, count: int, seed: int) -> FloatArray:
-        """[count] gaps before each request at one request a second: own ones repeated, else drawn.
-        Those of a rate are these divided by it, so that two rates differ by nothing else."""
+    def at_rate(self, rate: float, count: int, seed: int) -> FloatArray:
+        """[count] seconds at which requests arrive at `rate` requests/s, the first at 0. Gaps are
+        own ones repeated, else drawn. Those of two rates differ by a factor alone."""
+        shape = 1.0 if self.process == "poisson" else self.cv**-2
         if self.times_s is not None:
             own = np.diff(self.times_s, prepend=-self.mean_gap_s)
-            return np.resize(own / self.mean_gap_s, count)
-        if self.process == "even":
-            return np.ones(count)
-        shape = 1.0 if self.process == "poisson" else self.cv**-2
-        return np.random.default_rng((seed, 50)).gamma(shape, 1 / shape, count)
-
-    def at_rate(self, rate: float, count: int, seed: int) -> FloatArray:
-        """[count] seconds at which requests arrive at `rate` requests/s, the first at 0."""
-        arrival_s = np.cumsum(self.gaps(count, seed)) / rate
+            gaps = np.resize(own / self.mean_gap_s, count)
+        elif self.process == "even":
+            gaps = np.ones(count)
+        else:
+            gaps = np.random.default_rng((seed, 50)).gamma(shape, 1 / shape, count)
+        arrival_s = np.cumsum(gaps) / rate
         return np.asarray(arrival_s - arrival_s[:1])
 
     @property

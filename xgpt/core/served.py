@@ -64,15 +64,13 @@ class Capacity:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """The account of a search: candidates replayed, given up by a bound that is proved or by an
-    estimate, and refused; they add up to `candidates`. `bound_qps`: highest bound among those given
-    up by estimate (0: none), in the units of the objective."""
+    estimate, and refused; they add up to `candidates`."""
 
     candidates: Count
     replayed: Count
     by_bound: Count
     by_estimate: Count
     refused: Count
-    bound_qps: Unbounded = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +91,6 @@ class Served:
     wanted: Share | None = None
     price_per_hour: Amount = 0.0
     search: Search | None = None
-
-    def figures_of(self, metric: ServedMetric) -> MetricFigures:
-        """The figures of a metric. Raises StopIteration for one that no request had."""
-        return next(one for one in self.metrics if one.metric == metric)
 
     @property
     def qps_per_price(self) -> float | None:

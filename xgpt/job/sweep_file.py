@@ -290,11 +290,6 @@ def read_setting(field: Field, prefix: str, mistakes: list[Mistake]) -> Setting:
     return setting
 
 
-def _batch_policies() -> list[str]:
-    """Names of the policies that a batch job compares: all but those of services alone."""
-    return [row.name for row in policies() if row.formula is not None]
-
-
 def read_values(axis: SweepAxis, field: Field, key: str,
                 mistakes: list[Mistake]) -> list[AxisValue]:
     """The values of an axis; the reader of the job file checks them later."""
@@ -302,8 +297,9 @@ def read_values(axis: SweepAxis, field: Field, key: str,
     if not fields:
         _reject(mistakes, field, key, "at least one value")
     if axis == POLICY:
+        every = [row.name for row in policies() if row.formula is not None]  # of batch jobs
         fields = [replace(one, value=name) for one in fields
-                  for name in (_batch_policies() if one.value == ALL else (one.value,))]
+                  for name in (every if one.value == ALL else (one.value,))]
     read = [_read_value(axis, one, key, mistakes) for one in fields]
     unique = {value.shown: value for value in read if value is not None}
     return list(unique.values())

@@ -11,7 +11,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.served import MetricFigures
 from xgpt.report.output import QueryColumns
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.service import attainment, counted, metric_figures, seconds_by_metric
+from xsimulator.replay.service import attainment, counted_seconds, metric_figures
 
 FIGURES = ("mean_s", "p50_s", "p90_s", "p95_s", "p99_s", "share")
 
@@ -54,6 +54,5 @@ def service_facts(queries: QueryColumns, schedule: Schedule | None,
 
 def _figures(times: QueryTimes, output_tokens: IntArray,
              limits: Constraint) -> tuple[float | None, tuple[MetricFigures, ...]]:
-    rows = counted(times.arrival_s)
-    seconds = {name: every[rows] for name, every in seconds_by_metric(times, output_tokens).items()}
+    seconds = counted_seconds(times, output_tokens)
     return attainment(seconds, limits), metric_figures(seconds, limits)

@@ -67,11 +67,11 @@ def attainment_words(served: Served) -> str:
 
 def percentile_rows(served: Served, bounds: Sequence[Bound]) -> list[tuple[str, ...]]:
     """Cells below PERCENTILES, a row a metric, with quantiles where limits do not hold jointly."""
-    own = {one.metric: f" P{one.quantile * 100:g}" for one in bounds if served.wanted is None}
+    own: dict[str, str] = {one.metric: f" P{one.quantile * 100:g}" for one in bounds
+                           if served.wanted is None}
     return [(METRIC_NAMES[one.metric], *map(format_seconds, (
         one.mean_s, one.p50_s, one.p90_s, one.p95_s, one.p99_s)), "-" if one.limit_s is None else (
-            format_seconds(one.limit_s) + "".join(
-                words for metric, words in own.items() if metric == one.metric)),
+            format_seconds(one.limit_s) + own.get(one.metric, "")),
         "-" if one.share is None else floor_percent(one.share)) for one in served.metrics]
 
 

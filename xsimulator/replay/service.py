@@ -54,6 +54,13 @@ def limits_of(constraint: Constraint) -> tuple[tuple[ServedMetric, Bound], ...]:
         metric="queueing", limit_s=QUEUEING_S, kind="queries", quantile=QUEUEING_SHARE)),)
 
 
+def counted_seconds(times: QueryTimes,
+                    output_tokens: IntArray) -> dict[ServedMetric, FloatArray]:
+    """The seconds by metric of the requests that figures count, by arrival."""
+    rows = counted(times.arrival_s)
+    return seconds_by_metric(times.take(rows), output_tokens[rows])
+
+
 class Used(NamedTuple):
     """The share of its limits that a service uses up, at most 1 if it keeps them, and the metric
     that uses most of its own limit."""
@@ -134,10 +141,9 @@ def replica_figures(result: ReplayResult, problem: Problem,
 
 
 def binding(metrics: Sequence[MetricFigures], replicas: Sequence[ReplicaFigures],
-            tpot_p25_s: float, most_active: int | None) -> Binding:
+            tpot_s: FloatArray, most_active: int | None) -> Binding:
     """The part of a service that binds, by the thresholds of Vidur's report. most_active: most
-    requests at a time of a replica; None: any. tpot_p25_s: 25th percentile of the
-    time per token."""
+    requests at a time of a replica; None: any. tpot_s: time per token, nan for none."""
     by_metric = {one.metric: one for one in metrics}
     queueing, tpot = by_metric["queueing"], by_metric.get("tpot")
     if queueing.p99_s > _NEAR * (queueing.limit_s or QUEUEING_S):
@@ -146,7 +152,8 @@ def binding(metrics: Sequence[MetricFigures], replicas: Sequence[ReplicaFigures]
         return "batch slots"
     if max(one.memory for one in replicas) > _MEMORY:
         return "memory"
-    if tpot is not None and tpot.limit_s and tpot_p25_s > _SLOW * tpot.limit_s:
+    if tpot is not None and tpot.limit_s and (
+            np.nanquantile(tpot_s, 0.25) > _SLOW * tpot.limit_s):
         return "slow model"
     return "bubbles" if min(one.busy for one in replicas) < 1 - _IDLE else "nothing"
 

@@ -38,8 +38,8 @@ def refused(folder, *lines):
 
 def test_arrivals_are_a_process_a_closed_loop_or_a_trace(tmp_path):
     found = arrivals_of(tmp_path, "{rate: 4, process: gamma, cv: 2}")
-    assert (found.rate, found.process, found.cv, found.is_open) == (4, "gamma", 2, False)
-    assert arrivals_of(tmp_path, "{process: even}").is_open
+    assert (found.rate, found.process, found.cv, found.own_rate) == (4, "gamma", 2, 4)
+    assert arrivals_of(tmp_path, "{process: even}").own_rate is None
     assert arrivals_of(tmp_path, "{concurrency: 32}").concurrency == 32
     (tmp_path / "t.csv").write_text("TIMESTAMP\n2023-11-16 18:17:03.9799600\n"
                                     "2023-11-16 18:17:05.9799600\n2023-11-17 00:00:03.97996\n")
