@@ -139,6 +139,7 @@ private:
         for (int64_t query : group.done) {
             decode_.finish(query);
             group.leave(queries[query]);
+            queries[query].last_s = now;
         }
         for (int64_t query : group.done) tell(query, now);
         group.first.clear();
@@ -239,6 +240,7 @@ private:
     void end_early(int64_t query, double now) {
         encode_.finish(query);
         note_memory(encoding, now);
+        queries[query].last_s = now;
         tell(query, now);
         early_.assign(1, query);
         end(early_, now);

@@ -183,6 +183,7 @@ public:
     PoolReplay(const Given &given, Job &job, int64_t num_groups)
         : Replica(job), line(given.clock, given.factors, given.is_told), groups_(num_groups),
           gives_token_(given.gives_token), compacts_(given.compacts) {
+        line_.reserve(job.queries.size());
         for (Group &group : groups_) group.is_padded = given.clock.is_padded();
     }
 

@@ -23,9 +23,12 @@ struct Found {
 enum Kind : int64_t { PAGED, RESERVED, BATCHED, HANDED };
 
 void tell_times(const std::vector<xgpt_replay::Query> &queries, double *times) {
-    using xgpt_replay::Query;
-    for (double Query::*time : {&Query::start_s, &Query::first_s, &Query::last_s})
-        for (const Query &query : queries) *times++ = query.*time;
+    const size_t count = queries.size();
+    for (size_t q = 0; q < count; ++q) {
+        times[q] = queries[q].start_s;
+        times[count + q] = queries[q].first_s;
+        times[2 * count + q] = queries[q].last_s;
+    }
 }
 
 /* Input of a replica, as xgpt_replayed gets it. */

@@ -76,14 +76,12 @@ protected:
         load.active += 1;
         if (job_.listener) job_.listener->begun(now);
     }
-    /* Ends requests whose last tokens are there, and clears `done`. */
+    /* Counts requests whose last tokens are there, and clears `done`. */
     void end(std::vector<int64_t> &done, double now) {
         const size_t count = done.size();
         load.active -= static_cast<int64_t>(count);
-        for (int64_t q : done) {
-            queries[q].last_s = now;
-            if (job_.tokens) load.tokens -= job_.tokens[q];
-        }
+        if (job_.tokens)
+            for (int64_t q : done) load.tokens -= job_.tokens[q];
         done.clear();
         if (count && job_.listener) job_.listener->ended(count, now);
     }

@@ -71,6 +71,7 @@ protected:
                 if (shared_) finish_shared(q);
                 group.room.finish(q);
                 group.leave(queries[q]);
+                queries[q].last_s = now_;
             });
             end(group.done, now_);
         }

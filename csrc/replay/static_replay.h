@@ -85,6 +85,7 @@ private:
     void end_batch() {
         held_ = 0;
         for (Group &group : groups_) {
+            for (int64_t q : group.members) queries[q].last_s = now_;
             ended_.insert(ended_.end(), group.members.begin(), group.members.end());
             group.members.clear();
             group.tokens = 0;

@@ -39,20 +39,22 @@ from xsimulator.replay.pool import PoolPlan, ReplicaPlan, records_of
 from xsimulator.replay.queries import ReplayJob
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
-_RULES: Mapping[type, int] = {RoundRobin: 0, Dealt: 0, LeastQueries: 1, LeastTokens: 2, Deferred: 3}
+_RULES: Mapping[type, int] = {type(None): 0, RoundRobin: 0, Dealt: 0, LeastQueries: 1,
+                              LeastTokens: 2, Deferred: 3}
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
 _POOL = [np.int64] * 6 + [np.float64] * 4  # types of the arrays of one pool
 
 
-def _routing(router: ArrivalRouter | None, job: ReplayJob,
+def _routing(router: ArrivalRouter | None, order: IntArray,
              replicas: int) -> tuple[int, IntArray, IntArray, IntArray] | None:
     """(rule as in csrc/replay/replica.h, [requests] replica of each, [replicas, 2] windows,
-    [requests] tokens) of a routing rule; None for others."""
-    order, owners = np.argsort(job.arrival_s, kind="stable"), np.zeros(len(job.arrival_s), np.int64)
+    [requests] tokens) of a routing rule, None: a single replica; None for others. order: [requests]
+    of arrival."""
+    owners = np.zeros(len(order), np.int64)
     windows = tokens = np.zeros(0, np.int64)
     rule = _RULES.get(type(router))
     if isinstance(router, RoundRobin):
-        owners[order] = np.arange(len(order)) % replicas
+        owners[order] = np.resize(np.arange(replicas), len(order))
     elif isinstance(router, Dealt):
         owners = np.array(router.owners, np.int64)
     elif isinstance(router, LeastTokens):
@@ -69,12 +71,13 @@ def replay_natively(job: ReplayJob, plans: Sequence[ReplicaPlan],
     the library, for other rules or clocks, or if a step has no known time. plans: an object may
     stand for several equal replicas. router: None for one replica. has_steps: whether steps are
     kept. Raises XgptError for a request that can never fit."""
-    library, routing = native(), _routing(router or RoundRobin(), job, len(plans))
+    library, order = native(), np.argsort(job.arrival_s, kind="stable")
+    routing = _routing(router, order, len(plans))
     if library is None or routing is None:
         return None
     by_plan = {id(plan): replica_input(job, plan, has_steps) for plan in plans}
     inputs = [own for own in by_plan.values() if own is not None]
-    first, order = inputs[0].data if inputs else None, np.argsort(job.arrival_s, kind="stable")
+    first = inputs[0].data if inputs else None
     if first is None or len(inputs) < len(by_plan) or len(plans) > 1 and any(
             own.data.is_alone or own.data.kind != first.kind
             or (own.data.never_fit != first.never_fit).any() for own in inputs):
