@@ -37,14 +37,14 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.margin import Margins
 from xscheduler.progress import Watch
 from xscheduler.replays import Replays
-from xscheduler.space import OPTIMISM, Cell, Point
+from xscheduler.space import OPTIMISM, Cell, CellKind, Point
 from xsimulator.bound import Kind
 from xsimulator.replay.prediction import num_checked_queries
 from xsimulator.replay.service import Used
 from xsimulator.replay.service_replay import ServiceReplayer
 from xsimulator.replay.step_clock import StepClocks
 
-PROBES = 5  # chosen: candidates of a policy that are replayed before its estimates are corrected
+PROBES = 3  # chosen: candidates of a kind that are replayed before its estimates are corrected
 _NEAR = 1.1  # chosen: neighbours of a candidate that uses up to so much of its limits are looked at
 _FIRST_LONGER = 4  # chosen: replays of a comparison may be so many times as long as the shortest
 
@@ -130,7 +130,7 @@ class ServiceSearch:
         limited = replace(plain, constraint=plain.constraint.with_latency(limit_s=1.0))
         self._margins = Margins(limited, Evaluator(limited, self.timing))
         self.load = Load(self.problem, self.problem.seed)
-        self._ratios: defaultdict[tuple[str, bool | None], list[float]] = defaultdict(list)
+        self._ratios: defaultdict[CellKind, list[float]] = defaultdict(list)
         self._entered = 0
 
     @property
@@ -158,7 +158,7 @@ class ServiceSearch:
             estimated, _, candidate = heapq.heappop(line)
             least = 0.0 if best is None else self.value(best, best.capacity_qps or 0.0)
             to_beat = max(least / self.value(candidate, 1.0), least_qps)
-            ratios = self._ratios[candidate.cell.policy, candidate.cell.is_chunked]
+            ratios = self._ratios[candidate.cell.alike]
             likely = candidate.estimated_qps * (
                 1.0 if len(ratios) < PROBES else max(ratios))
             place = candidate.cell, candidate.point

@@ -32,6 +32,7 @@ from xsimulator.replay.service import (
 )
 
 MOST_SHOWN = 20_000  # chosen: requests of the replay whose figures are shown
+_ALTERNATIVES = 3  # chosen: candidates of a policy, or number of replicas, whose capacity is found
 _MOST_COPIES = 4  # chosen: a refusal tries up to so many times the replicas
 
 Key = TypeVar("Key", str, int)
@@ -73,7 +74,8 @@ class ServicePlanner:
             proof=Proof(status=status, bound_qps=bound * served.capacity.qps / value,
                         gap=bound / value - 1, nodes=self.search.account.candidates,
                         seconds=self._watch.seconds),
-            rejected=tuple(self._rejected(found)), over_copies=tuple(self._over_copies(found)))
+            rejected=tuple(self._rejected(found)),
+            over_copies=tuple(self._over_copies(found, served.capacity)))
 
     def served(self, found: Candidate) -> Served:
         """Capacity of a candidate over SEEDS seeds, and its figures at the job's rate or there."""
@@ -144,40 +146,42 @@ class ServicePlanner:
         return most
 
     def _rejected(self, found: Candidate) -> Iterator[Rejected]:
-        """Yields the best candidate of every other policy."""
+        """Yields the best candidate of every other policy that was replayed."""
         best = self._best_by(lambda one: one.cell.policy)
-        best.pop(found.cell.policy, None)
         for name, one in best.items():
-            yield Rejected(kind="policy", subject=name, words=configuration(one.estimate),
-                           throughput_qps=one.capacity_qps, reason=self._why_not(one))
-        names = {cell.policy for cell, _ in self.search.cells}
-        for name in sorted(names - {found.cell.policy, *best}):
-            yield Rejected(kind="policy", subject=name, reason="given up by its bound or estimate")
+            if name != found.cell.policy:
+                why = "no rate keeps its limits" if not one.capacity_qps else (
+                    "a lower capacity" if one.used is None else
+                    f"at {one.tried_qps:.3g} requests/s its {one.used.metric} takes "
+                    f"{one.used.share:.3g} times the limit")
+                yield Rejected(kind="policy", subject=name, words=configuration(one.estimate),
+                               throughput_qps=one.capacity_qps, reason=why)
+        names = {cell.policy for cell, _ in self.search.cells} - {found.cell.policy, *best}
+        for name in sorted(names):
+            yield Rejected(kind="policy", subject=name, reason="ruled out, or unlikely")
 
-    def _why_not(self, one: Candidate) -> str:
-        if one.capacity_qps is not None:
-            return "a lower capacity"
-        if one.used is None:
-            return "no rate keeps its limits"
-        return (f"at {one.tried_qps:.3g} requests/s its {one.used.metric} takes "
-                f"{one.used.share:.2g} times the limit")
-
-    def _over_copies(self, found: Candidate) -> Iterator[CopiesTried]:
+    def _over_copies(self, found: Candidate, capacity: Capacity) -> Iterator[CopiesTried]:
         """Yields the best candidate of each number of replicas that was replayed."""
-        best = self._best_by(lambda one: one.copies)
-        for copies, one in sorted({**best, found.copies: found}.items(), reverse=True):
+        best = {**self._best_by(lambda one: one.copies), found.copies: found}
+        for copies, one in sorted(best.items(), reverse=True):
             yield CopiesTried(
                 replicas=copies, devices_per_replica=one.cell.problem.cluster.num_devices,
-                throughput_qps=one.capacity_qps, latency_s=None, bound_qps=one.saturated_qps,
+                throughput_qps=capacity.qps if one is found else one.capacity_qps, latency_s=None,
+                bound_qps=max(one.saturated_qps, one.capacity_qps or 0.0),
                 words=configuration(one.estimate))
 
     def _best_by(self, key: Callable[[Candidate], Key]) -> dict[Key, Candidate]:
-        """The best candidate that was replayed of each `key`, the very best first."""
-        found: dict[Key, Candidate] = {}
-        for one in sorted(self.search.tried, key=lambda one: (
-                -(one.capacity_qps or 0.0), one.used.share if one.used else math.inf)):
-            found.setdefault(key(one), one)
-        return found
+        """The best replayed candidate by each value of `key`, with its capacity if there is time to
+        find it."""
+        best: dict[Key, Candidate] = {}
+        for _ in range(_ALTERNATIVES):
+            for one in self.search.tried:
+                if key(one) not in best or _reached_qps(one) > _reached_qps(best[key(one)]):
+                    best[key(one)] = one
+            for one in best.values():
+                if one.capacity_qps is None and not self._watch.cuts():
+                    one.capacity_qps = highest_rate(self.search.trials(one), _reached_qps(one)).qps
+        return best
 
     def _refusal(self, found: Candidate | None) -> InfeasibleError:
         limits = " and ".join(f"{bound.metric}_s {format_seconds(bound.limit_s)}"
@@ -198,3 +202,15 @@ class ServicePlanner:
                 return InfeasibleError(f"{at_most}; {(more - copies) * each} more devices would "
                                        f"keep them at {self._rate:.3g}")
         return InfeasibleError(at_most)
+
+
+def _reached_qps(one: Candidate) -> float:
+    """Requests/s that a candidate keeps its limits at, about."""
+    if one.capacity_qps is not None or one.used is None:
+        return one.capacity_qps or 0.0
+    return one.tried_qps / max(one.used.share, 1.0)
+
+
+def _p25(seconds: FloatArray) -> float:
+    own = seconds[~np.isnan(seconds)]
+    return float(np.quantile(own, 0.25)) if len(own) else 0.0
