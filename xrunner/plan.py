@@ -93,19 +93,12 @@ class Execution:
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
 
     def expires_at(self, deadlines_s: FloatArray | None, query: int) -> float:
-        """Clock time after which a request does not begin, whenever it arrives. `deadlines_s`: of
-        all, [requests]."""
+        """Clock time, or seconds from its arrival, after which a request does not begin.
+        `deadlines_s`: of all, [requests]."""
         if self.expires_s is None:
             return math.inf
-        own_s = math.inf if deadlines_s is None or self.arrives else float(deadlines_s[query])
-        return self.started_at + min(self.expires_s, own_s)
-
-    def expires_after_s(self, deadlines_s: FloatArray | None, query: int) -> float:
-        """Seconds after its arrival after which a request does not begin; infinite in a job whose
-        requests are there at the start. `deadlines_s`: of all, [requests]."""
-        if self.expires_s is None or deadlines_s is None or not self.arrives:
-            return math.inf
-        return float(deadlines_s[query])
+        own_s = math.inf if deadlines_s is None else float(deadlines_s[query])
+        return (0.0 if self.arrives else self.started_at) + min(self.expires_s, own_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,8 +101,8 @@ class PreparedQuery:
     choices: int = 1  # answers in one line of results
     asked: int = 0  # which input of its line it answers
     forecast: int = 0  # output tokens that admission counts with; 0: forecast when it is admitted
-    expires_at: float = math.inf  # clock time after which it does not begin
-    expires_after_s: float = math.inf  # the same in seconds from its arrival
+    expires_at: float = math.inf  # clock time (or seconds from its arrival, until it arrives) after
+    # which it does not begin
     arrival_s: float | None = None  # by the run's clock; None: it was there at the start
 
     @property
@@ -113,8 +113,8 @@ class PreparedQuery:
 
     def arrived(self, arrival_s: float, now_s: float) -> PreparedQuery:
         """The request that arrived at `arrival_s`. `now_s`: the run's clock, as that."""
-        expires_at = min(self.expires_at, time.time() - now_s + arrival_s + self.expires_after_s)
-        return replace(self, arrival_s=arrival_s, expires_at=expires_at)
+        return replace(self, arrival_s=arrival_s,
+                       expires_at=self.expires_at + time.time() - now_s + arrival_s)
 
 
 class ToolCall(NamedTuple):
@@ -148,11 +148,6 @@ class FinishedQuery:
         """Seconds to the last token from the arrival, else from the start of the prefill."""
         return self.last_token_s - (
             self.encode_start_s if self.arrival_s is None else self.arrival_s)
-
-    @property
-    def queueing_s(self) -> float | None:
-        """Seconds from the arrival to the start of the prefill; None without an arrival."""
-        return None if self.arrival_s is None else self.encode_start_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float:

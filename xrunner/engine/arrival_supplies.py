@@ -33,7 +33,7 @@ class FromArrivals(Supply):
 
     @property
     def next_in_s(self) -> float:
-        return self._arriving.wait_s
+        return self._arriving.next_s - self._arriving.clock()
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         if wait_s:
@@ -42,9 +42,6 @@ class FromArrivals(Supply):
             query = self._queries[index].arrived(at_s, self._arriving.clock())
             is_taken = head.submit(query)
             assert is_taken, f"{query.id = } {query.reserve_tokens = }"
-
-    def arrive(self, head: Head) -> None:
-        self.look(head)
 
     def close(self, head: Head) -> bool:
         return self._arriving.is_empty
@@ -63,15 +60,13 @@ class ArrivalsToReplicas(ToReplicas):
 
     @property
     def next_in_s(self) -> float:
-        return self._arrivals.arriving.wait_s
+        arriving = self._arrivals.arriving
+        return arriving.next_s - arriving.clock()
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         super().look(head, wait_s)
         self._arrivals.route(lambda: [account.load for account in self._accounts],
                              partial(self._top_up, head))
-
-    def arrive(self, head: Head) -> None:
-        self.look(head)
 
     def finished(self, result: FinishedQuery) -> None:
         super().finished(result)

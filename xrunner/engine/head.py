@@ -54,14 +54,11 @@ class Supply:
 
     @property
     def next_in_s(self) -> float:
-        """Seconds until the next request arrives by the clock; infinite: none is known."""
+        """Seconds until the next request arrives, negative if it has; infinite: none is known."""
         return math.inf
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         """Handles messages that have come, or come within `wait_s` seconds."""
-
-    def arrive(self, head: Head) -> None:
-        """Submits requests that have arrived by now, where they arrive over time."""
 
     def hear(self, head: Head, message: Message) -> None:
         """Handles a message from one of the `sources`."""
@@ -137,11 +134,12 @@ class PoolLink:
     def rest(self, head: Head) -> float:
         """Seconds that an idle head waits for a message or an arrival."""
         note_rest(head, self._supply.note)
-        return min(LOOK_S, self._supply.next_in_s)
+        return min(LOOK_S, max(self._supply.next_in_s, 0.0))
 
     def arrive(self, head: Head) -> None:
-        """See Supply.arrive."""
-        self._supply.arrive(head)
+        """Submits requests that have arrived by now, where they arrive over time."""
+        if self._supply.note:
+            self._supply.look(head)
 
     def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
         """Called when the step has been started."""

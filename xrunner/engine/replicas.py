@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from xgpt.core.errors import XgptError
 from xrunner.comm.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 from xrunner.comm.point_to_point import Comm
-from xrunner.engine.arrivals import RoutedArrivals
 from xrunner.engine.head import Head, Supply
 from xrunner.engine.pipeline import DiedAlone, ExecutorDied
 from xrunner.engine.pool_requests import lengths_so_far
@@ -71,7 +70,7 @@ class ToReplicas(Supply):
 
     Where what executes a replica's steps dies, its requests go to others while it starts again."""
 
-    def __init__(self, comm: Comm, sink: RunSink, router: Router | RoutedArrivals,
+    def __init__(self, comm: Comm, sink: RunSink, router: Router,
                  queries: Sequence[PreparedQuery], order: Sequence[int],
                  replicas: Sequence[Replica], deaths: Deaths | None = None) -> None:
         """`queries`: the job's, by index. `order`: indices to answer, in run order. `replicas`:
@@ -303,10 +302,6 @@ class FromRankZero(Supply):
         while (got := self._comm.poll(0, wait_s=wait_s)) is not None:
             self.hear(head, got[0])
             wait_s = 0.0
-
-    def arrive(self, head: Head) -> None:
-        if self.note:
-            self.look(head)
 
     def hear(self, head: Head, message: Message) -> None:
         assert isinstance(message, PortionMessage), f"{message = }"

@@ -334,8 +334,7 @@ def _prepared(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
                         is_openai=record.is_openai, is_chat=record.is_chat,
                         sample=record.sample, tools=record.tools,
                         choices=record.choices, asked=record.asked,
-                        expires_at=plan.expires_at(spool.deadlines_s, index),
-                        expires_after_s=plan.expires_after_s(spool.deadlines_s, index))
+                        expires_at=plan.expires_at(spool.deadlines_s, index))
 
 
 def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:

@@ -177,5 +177,5 @@ def test_requests_of_a_lost_replica_are_routed_again():
 
 def test_a_deadline_counts_from_the_arrival(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1000.0)
-    query = PreparedQuery(index=0, id="q", input_ids=(1,), max_new_tokens=1, expires_after_s=5.0)
+    query = PreparedQuery(index=0, id="q", input_ids=(1,), max_new_tokens=1, expires_at=5.0)
     assert query.arrived(10.0, 12.0).expires_at == 1003.0

@@ -41,8 +41,7 @@ def with_expiry(opened: OpenedJob, plan: RunPlan, expired: int) -> RunPlan:
     plan = replace(plan, expires_s=constraint.limit_s("makespan"))
     done = answered(plan.output / RESULTS_FILE)
     left = np.setdiff1d(np.arange(done.written, len(spool)), list(done.held))
-    last = max((plan.expires_at(spool.deadlines_s, query) for query in left), default=math.inf
-               ) if not plan.arrives else 0.0
+    last = max((plan.expires_at(spool.deadlines_s, query) for query in left), default=math.inf)
     if len(left) > expired or last > time.time():
         return plan
     opened.tell.say(paragraph(
