@@ -1,5 +1,5 @@
-"""Predictions of a run: of a batch job by replays of all its requests, of one whose requests arrive
-over time by a replay of its arrivals."""
+"""Predictions of a run: of a batch job by replays of its requests before it begins, of one whose
+requests arrive over time by a replay of these afterwards."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ import numpy as np
 from xgpt.app.opened_job import OpenedJob
 from xgpt.core.errors import XgptError, wrong
 from xgpt.core.lengths import FloatArray
-from xgpt.core.problem import Problem, QueryLengths
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.job.job import Job
 from xgpt.report.output import Output
@@ -19,13 +19,9 @@ from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
 from xscheduler.evaluator import job_lengths, predict, replays_of
 from xscheduler.fallback import initial_reason
-from xsimulator.replay.job import planned_queries
-from xsimulator.replay.prediction import JobPrediction, mean_prediction, sample_job
+from xsimulator.replay.prediction import JobPrediction, mean_prediction
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.service_replay import ServiceReplayer
-
-_TOO_LARGE = (f"it may take steps of more than {REFUSED_BEYOND:g} times the sizes that were "
-              "measured (`xgpt profile JOB` measures more)")
 
 
 def arrival_times(job: Job, problem: Problem, schedule: Schedule,
@@ -54,11 +50,7 @@ def predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     if not engine_of(opened.job).is_predicted:
         return None, None, f"the step times of {opened.job.run.engine} are not known"
     if problem.arrivals is not None:
-        lengths = _expected_lengths(problem, schedule)
-        result = _replayed(problem, timing, schedule, lengths, arrival_times(
-            opened.job, problem, schedule, len(lengths.inputs)))
-        found = _of_service(result)
-        return (found, result, "") if found is not None else (None, None, _TOO_LARGE)
+        return None, None, "its requests are replayed when they have come"
     replayed = replays_of(problem, timing, schedule.estimate)
     if replayed is None:
         return None, None, "no request of the job can run"
@@ -66,7 +58,8 @@ def predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     prediction = mean_prediction(chain([first], replayed.results), replayed.num_queries,
                                  replayed.deadlines_s, replayed.load_s) if first.is_timed else None
     if prediction is None or not math.isfinite(prediction.wall_s):
-        return None, None, _TOO_LARGE
+        return None, None, (f"it may take steps of more than {REFUSED_BEYOND:g} times the sizes "
+                            "that were measured (`xgpt profile JOB` measures more)")
     # curves of a sample of the queries are not those of all
     return prediction, first if replayed.is_whole else None, ""
 
@@ -74,8 +67,8 @@ def predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
 def for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
                 output: Output) -> tuple[JobPrediction, ReplayResult | None] | None:
     """Predicts, by the output lengths of this run, a job that was planned as if every answer had
-    its maximum length, or whose requests arrived over time: then with the replay of what arrived
-    when. None for any other job, or if some requests were not run."""
+    its maximum length, or whose requests arrived over time (with latencies from there, and the
+    replay). None for any other job, or if some requests were not run."""
     queries, known = output.queries, problem.queries if problem.observes else None
     if problem.arrivals is not None:
         known = job_lengths(problem, schedule.estimate)
@@ -84,43 +77,15 @@ def for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
     came = np.minimum(np.maximum(queries.counts("output_tokens"), 1), known.most_outputs)
     try:
         if problem.arrivals is not None:
-            result = _replayed(problem, timing, schedule, replace(known, outputs=came),
-                               queries.times("arrival_s"))
-            service = _of_service(result)
-            return None if service is None else (service, result)
+            clients = problem.arrivals.concurrency
+            result = ServiceReplayer(problem, timing, schedule.estimate).run(
+                replace(known, outputs=came), 0.0 if clients else queries.times("arrival_s"),
+                concurrency=clients)
+            since_arrival = replace(result.times, start_s=result.times.arrival_s)
+            return (mean_prediction([replace(result, times=since_arrival)]), result) if (
+                result.is_timed) else None
         told = replace(problem, observes=False, queries=known.that_became(came))
         found = predict(told, timing, schedule.estimate, replays=1)
         return None if found is None else (found, None)
     except XgptError:  # times that the profile refuses
         return None
-
-
-def _expected_lengths(problem: Problem, schedule: Schedule) -> QueryLengths:
-    """Lengths of the job's requests; unknown outputs are drawn."""
-    rng, known = np.random.default_rng(problem.seed), job_lengths(problem, schedule.estimate)
-    if known is None:
-        count = problem.num_queries or 0
-        return planned_queries(problem, *sample_job(problem.lengths, count, rng, None))
-    if known.outputs is not None:
-        return known
-    if problem.observes:
-        return replace(known, outputs=known.most_outputs)
-    _, outputs = sample_job(problem.lengths, len(known.inputs), rng, known.inputs)
-    return replace(known, outputs=np.minimum(outputs, known.most_outputs))
-
-
-def _replayed(problem: Problem, timing: TimingSource, schedule: Schedule, lengths: QueryLengths,
-              arrival_s: FloatArray | None) -> ReplayResult:
-    """A replay of arriving requests. `arrival_s`: [requests]; ignored of a closed loop."""
-    assert problem.arrivals is not None
-    clients = problem.arrivals.concurrency
-    return ServiceReplayer(problem, timing, schedule.estimate).run(
-        lengths, 0.0 if clients or arrival_s is None else arrival_s, concurrency=clients)
-
-
-def _of_service(result: ReplayResult) -> JobPrediction | None:
-    """The prediction by one replay, latencies from the arrival; None where times are unknown."""
-    if not result.is_timed:
-        return None
-    return mean_prediction([replace(result, times=replace(
-        result.times, start_s=result.times.arrival_s))])
