@@ -15,6 +15,7 @@ from xgpt.requests.spool import Spool
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 COUNT, LIMIT = 90, "constraint: {ttft_s: 5, attainment: 0.9}\nsearch: {queries: 200}\n"
+SKEW_S = 0.05  # between the clocks of ranks, which leave a barrier one after the other
 BUDGET = "max_active: 8, token_budget: 64"
 
 
@@ -40,8 +41,9 @@ def check(job: ToyJob, expected: list[tuple[str, tuple[int, ...]]]) -> list[dict
     assert job.answers() == expected
     rows = [json.loads(line) for line in (job.output / "results.jsonl").read_text().splitlines()]
     for row in rows:
-        assert row["arrival_s"] <= row["encode_start_s"] + 1e-6
-        assert row["encode_start_s"] - row["arrival_s"] <= row["ttft_s"] <= row["latency_s"] + 1e-6
+        waited_s = row["encode_start_s"] - row["arrival_s"]
+        assert waited_s > (-SKEW_S if row.get("replica") else -1e-5)
+        assert waited_s <= row["ttft_s"] + 1e-5 and row["ttft_s"] <= row["latency_s"] + 1e-5
     return rows
 
 
