@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,11 +141,15 @@ class LoadTests:
             self._said("profile")
             self._xgpt("profile", "measure", str(job), "--tp", "1", "--out", str(self._profile))
 
-    def run(self, case: Case) -> Done:
-        """The run of a case that is there, or a new one."""
-        capacity = self._capacity(case)
-        rate = case.load * capacity
-        count = max(round(self._seconds * rate), LEAST)
+    def run(self, cases: Sequence[Case]) -> Iterator[Done]:
+        """Yields the run of each case: the one that is there, or a new one."""
+        rates = [case.load * self._capacity(case) for case in cases]
+        counts = [max(round(self._seconds * rate), LEAST) for rate in rates]
+        expected = self._batch(max(counts))
+        for case, rate, count in zip(cases, rates, counts, strict=True):
+            yield self._run(case, rate, count, expected)
+
+    def _run(self, case: Case, rate: float, count: int, expected: dict[str, list[int]]) -> Done:
         place = self._folder / case.name
         if not (place / "out" / "metrics.json").is_file():
             shutil.rmtree(place, ignore_errors=True)
@@ -156,7 +160,7 @@ class LoadTests:
                     read(place / "out" / "schedule.json")["served"],
                     {} if case.is_killed else with_step_times(place),
                     [json.loads(line) for line in (place / "out" / "results.jsonl").open()],
-                    int(killed.read_text()) if killed.is_file() else 0, self._batch(count))
+                    int(killed.read_text()) if killed.is_file() else 0, expected)
 
     def _xgpt(self, *words: str) -> None:
         done = self._several.xgpt(*words)
@@ -341,7 +345,7 @@ def main() -> None:
     if arguments.again:
         shutil.rmtree(arguments.folder, ignore_errors=True)
     tests = LoadTests(arguments.folder, arguments.seconds)
-    found = [tests.run(case) for case in CASES if arguments.only in case.name]
+    found = list(tests.run([case for case in CASES if arguments.only in case.name]))
     write("service", page(found), arguments.out)
 
 
