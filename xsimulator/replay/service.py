@@ -46,10 +46,10 @@ def counted(arrival_s: FloatArray) -> IntArray:
 def limits_of(constraint: Constraint) -> tuple[tuple[ServedMetric, Bound], ...]:
     """(metric, its bound) of every limit that arriving requests have. A deadline is a limit on the
     latency. Without any: Vidur's on queueing."""
-    found: list[tuple[ServedMetric, Bound]] = []
-    for bound in constraint.bounds:
-        if math.isfinite(bound.limit_s) and bound.metric != "makespan":
-            found.append(("latency" if bound.metric == "deadline" else bound.metric, bound))
+    found: list[tuple[ServedMetric, Bound]] = [
+        ("latency" if bound.metric == "deadline" else bound.metric, bound)
+        for bound in constraint.bounds
+        if math.isfinite(bound.limit_s) and bound.metric != "makespan"]
     return tuple(found) or (("queueing", Bound(
         metric="queueing", limit_s=QUEUEING_S, kind="queries", quantile=QUEUEING_SHARE)),)
 
