@@ -82,7 +82,6 @@ class Trials:
     requests: int | None = None
     slower: float = 1.0
     most_longer: int = MOST_LONGER
-    replays: int = 0
     count: int = LEAST_REQUESTS  # requests of the longest replay
     reached_qps: float = 0.0  # requests/s of the latest replay
 
@@ -107,7 +106,7 @@ class Trials:
         return min(int(_RELAXATIONS / idle**2), _MOST_RELAXED * first)
 
     def _judged(self, bare: float, count: int) -> tuple[Tried, float]:
-        self.replays, self.count = self.replays + 1, max(self.count, count)
+        self.count = max(self.count, count)
         lengths, arrival_s = self.load.at(bare, count)
         times = self.replay(lengths, arrival_s, self.load.clients)
         assert lengths.outputs is not None
