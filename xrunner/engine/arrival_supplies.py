@@ -5,14 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from xrunner.comm.point_to_point import Comm
 from xrunner.engine.arrivals import Arriving, RoutedArrivals
 from xrunner.engine.head import Head, Supply
 from xrunner.engine.replicas import ToReplicas
-from xrunner.files.deaths import Deaths
-from xrunner.files.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.world import Replica
 
 IDLE_NOTE = "waiting for requests to arrive"
 
@@ -51,23 +47,18 @@ class ArrivalsToReplicas(ToReplicas):
     """Rank 0's supply of several replicas' heads."""
 
     note = IDLE_NOTE
-
-    def __init__(self, comm: Comm, sink: RunSink, router: RoutedArrivals,
-                 queries: Sequence[PreparedQuery], order: Sequence[int],
-                 replicas: Sequence[Replica], deaths: Deaths | None = None) -> None:
-        super().__init__(comm, sink, router, queries, order, replicas, deaths)
-        self._arrivals, self.arrived_s = router, router.arrived_s
+    router: RoutedArrivals
 
     @property
     def next_in_s(self) -> float:
-        arriving = self._arrivals.arriving
+        arriving = self.router.arriving
         return arriving.next_s - arriving.clock()
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         super().look(head, wait_s)
-        self._arrivals.route(lambda: [account.load for account in self._accounts],
-                             partial(self._top_up, head))
+        self.router.route(lambda: [account.load for account in self._accounts],
+                          partial(self._top_up, head))
 
     def finished(self, result: FinishedQuery) -> None:
         super().finished(result)
-        self._arrivals.note_done(result.replica or 0, result.query.index)
+        self.router.note_done(result.replica or 0, result.query.index)

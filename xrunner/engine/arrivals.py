@@ -66,7 +66,6 @@ class RoutedArrivals(Router):
         self._places = {index: place for place, index in enumerate(order)}
         self._unbegun = [deque[int]() for _ in windows]  # given to each replica
         self._unrouted, self._held = deque[int](), 0  # before the rule; number waiting within it
-        self.arrived_s: dict[int, float] = {}  # by place, until it is done
 
     @property
     def is_empty(self) -> bool:

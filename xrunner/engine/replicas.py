@@ -83,7 +83,6 @@ class ToReplicas(Supply):
         self._heads = tuple(replica.head for replica in replicas[1:])
         self._has_sent_last, self._num_expired = False, 0
         self.changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
-        self.arrived_s: Mapping[int, float] = {}  # of requests that arrive over time, by number
         self.own: Head | None = None  # rank 0's
 
     def start(self, head: Head) -> None:
@@ -252,7 +251,8 @@ class ToReplicas(Supply):
         places = self.router.top_up(replica, account.load)
         account.given += places
         given = [self._order[place] for place in places]
-        arrival_s = tuple(self.arrived_s[place] for place in places if self.arrived_s)
+        arrived_s = self.router.arrived_s
+        arrival_s = tuple(arrived_s[place] for place in places if arrived_s)
         if given:
             self.sink.underway.begin(given)  # the replica knows which of them have begun
         if replica and given:

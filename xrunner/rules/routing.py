@@ -286,6 +286,7 @@ class Router:
         self._takers: dict[int, tuple[int, ...]] = {}  # recalled from -> for whom
         self._has_none = [False] * len(windows)  # nothing to return, until it gets more
         self.away: set[int] = set()  # replicas that can execute nothing now
+        self.arrived_s: dict[int, float] = {}  # of requests that arrive over time, until they end
 
     @property
     def is_empty(self) -> bool:
