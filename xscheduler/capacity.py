@@ -34,6 +34,7 @@ PRECISION, MOST_RATES = 0.01, 20  # chosen: of the bisection
 SEEDS = 3  # chosen
 _LOWEST = 1e-3  # chosen: share of the saturated throughput below which no rate is tried
 _RELAXATIONS, _MOST_RELAXED = 10, 16  # chosen: length of a replay near the saturated throughput
+_MOST_SATURATED = 2  # chosen: times the saturated throughput, beyond which nothing is learned
 _BRACKET = 0.03  # chosen: first half-width of the bracket for further seeds
 
 # times of requests with these lengths that arrive then, or (a number) come from so many clients
@@ -145,6 +146,8 @@ def highest_rate(trials: Trials, near: float | None = None) -> Found:
         is_near = high[0] < math.inf and low[0] >= (1 - PRECISION) * high[0]
         if is_near or high[0] < _LOWEST * trials.saturated_qps:
             break
+        if low[0] > _MOST_SATURATED * trials.saturated_qps:  # too few requests to fill it
+            return Found(trials.saturated_qps, False)
         if near is not None and (not low[0] or math.isinf(high[0])):
             rate = rate * (1 + width) if tried.holds else rate / (1 + width)
             width *= 2

@@ -64,6 +64,8 @@ def test_few_requests_are_not_settled():
     few = found(0.1, requests=1000)
     assert max(one.qps for one in few) > 10  # more than the server can do
     assert not all(one.is_settled for one in few)
+    one, = found(0.1, requests=20, seeds=[0])  # they hold at any rate
+    assert one == (pytest.approx(10), False)
     assert all(one.is_settled for one in found(0.1, seeds=range(3), requests=None))
 
 

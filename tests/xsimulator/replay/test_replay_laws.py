@@ -16,7 +16,7 @@ from xgpt.core.lengths import empirical, joint_empirical, truncated_normal
 from xgpt.core.policies import policy_names
 from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import StepKind
-from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.steady_state import steady_figures
 from xsimulator.rough.formulas import fixed_estimate
@@ -28,7 +28,8 @@ EXAMPLES = examples(50, derandomize=True,
 
 @st.composite
 def replays(draw, policy):
-    """(problem, estimate, inputs, outputs, result) of a random small job that fits."""
+    """(problem, estimate, inputs, outputs, result) of a random small job that fits. Its requests
+    are there at the start, or arrive over time."""
     model = draw(st.sampled_from(sorted(CLUSTERS)))
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
@@ -50,8 +51,9 @@ def replays(draw, policy):
         assume(False)
     assume(found.figures.fits)
     inputs, outputs = problem.lengths.sample(draw(st.integers(1, 120)), rng)
-    result = replay_job(problem, roofline_of(problem), found,
-                        planned_queries(problem, inputs, outputs))
+    gaps_s = draw(st.sampled_from([0.0, 0.02, 2.0])) * rng.exponential(size=len(inputs))
+    result = Replayer(problem, roofline_of(problem), found).run(
+        planned_queries(problem, inputs, outputs), arrival_s=np.cumsum(gaps_s) - gaps_s[0])
     return problem, found, inputs, outputs, result
 
 
@@ -69,7 +71,7 @@ def every_query_goes_in_and_comes_out_once(case):
     _, _, inputs, outputs, result = case
     assert len(result.latency_s) == len(inputs)
     times = result.times
-    assert (times.arrival_s == 0).all() and (times.start_s >= 0).all()
+    assert times.arrival_s[0] == 0 and (times.start_s >= times.arrival_s).all()
     assert (times.first_token_s > times.start_s).all()
     assert (times.last_token_s >= times.first_token_s).all()
     joined = [query for step in result.pools[0].steps for query in step.joined]
