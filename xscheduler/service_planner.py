@@ -58,8 +58,8 @@ class ServicePlanner:
             raise LacksMemoryError(f"no schedule: {self.problem.model.name} does not fit into the "
                                    "memory of any part of the cluster that the job allows")
         is_fewest = self._rate is not None and self.problem.constraint.objective != "throughput"
-        found = self.search.fewest(self._rate or 0.0) if is_fewest else self.search.best(
-            least_qps or 0.0)
+        found = self.search.fewest(self._rate or 0.0) if is_fewest else None
+        found = found or self.search.best(least_qps or 0.0)
         least_qps = (self._rate or 0.0) if least_qps is None else least_qps
         if found is None or (found.capacity_qps or 0.0) < least_qps:
             raise self._refusal(found)
