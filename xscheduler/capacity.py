@@ -22,7 +22,7 @@ from xgpt.core.arrivals import Arrivals
 from xgpt.core.constraint import Constraint
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
-from xscheduler.replays import DRAWN
+from xscheduler.replays import DrawnLengths
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.service import Used, counted, seconds_by_metric, used_of_limits
 
@@ -48,16 +48,11 @@ class Load:
         arrivals = problem.arrivals or Arrivals()
         self._problem, self._arrivals, self._seed = problem, arrivals, seed
         self.clients = arrivals.concurrency  # of a closed loop, whose rate follows its answers
-        self._rng = np.random.default_rng((seed, 51))
-        self._drawn = [np.empty(0, np.int64)] * 2  # inputs, outputs
+        self._drawn = DrawnLengths(problem.lengths, (seed, 51))
 
     def at(self, rate: float, count: int) -> tuple[QueryLengths, FloatArray]:
         """(lengths, arrival in seconds) of the first `count` requests at `rate` requests/s."""
-        while len(self._drawn[0]) < count:  # a longer load begins with the same requests
-            more = self._problem.lengths.sample(DRAWN, self._rng)
-            self._drawn = [np.concatenate(both) for both in zip(self._drawn, more, strict=True)]
-        inputs, outputs = (own[:count] for own in self._drawn)
-        return planned_queries(self._problem, inputs, outputs), (
+        return planned_queries(self._problem, *self._drawn.first(count)), (
             np.zeros(count) if self.clients else self._arrivals.at_rate(rate, count, self._seed))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import IntArray
+from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -20,7 +20,7 @@ from xsimulator.replay.step_clock import StepClocks
 from xsimulator.sharing import sharing_of
 
 SEED = 20240427
-DRAWN = 4096  # chosen: requests drawn at a time
+_DRAWN = 4096  # chosen: requests drawn at a time
 _SHOWN = ("throughput_qps", "latency_s", "ttft_s", "tpot_s")
 
 
@@ -52,14 +52,29 @@ class Replayed(NamedTuple):
             self.figures.throughput_qps * problem.lengths.outputs.mean))
 
 
+class DrawnLengths:
+    """Lengths of random requests, drawn once: a longer replay begins with the same requests."""
+
+    def __init__(self, lengths: JointLengths, seed: int | tuple[int, int]) -> None:
+        self._lengths, self._rng = lengths, np.random.default_rng(seed)
+        self._drawn: IntArray = np.empty((2, 0), np.int64)
+
+    def first(self, count: int) -> tuple[IntArray, IntArray]:
+        """(inputs, outputs) of the first `count` requests, each [requests]."""
+        while self._drawn.shape[1] < count:
+            more = self._lengths.sample(_DRAWN, self._rng)
+            self._drawn = np.concatenate([self._drawn, np.stack(more)], axis=1)
+        inputs, outputs = self._drawn[:, :count]
+        return inputs, outputs
+
+
 class Replays:
     """Replays configurations of one problem with common random numbers."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
-        self._clocks = StepClocks(problem, timing)
-        self._rng = np.random.default_rng(SEED)
-        self._drawn: tuple[IntArray, IntArray] = np.empty(0, np.int64), np.empty(0, np.int64)
+        self.clocks = StepClocks(problem, timing)
+        self._drawn = DrawnLengths(problem.lengths, SEED)
         self.known: dict[Hashable, Replayed] = {}
 
     def of(self, estimate: Estimate, queries: int) -> Replayed:
@@ -68,7 +83,7 @@ class Replays:
         if estimate.shares_prefixes and sharing_of(problem) is not None:
             asked = steady_queries(problem, estimate, queries, np.random.default_rng(SEED))
         else:
-            asked = planned_queries(problem, *self._draw(queries))
+            asked = planned_queries(problem, *self._drawn.first(queries))
         if problem.constraint.kind == "sequence" and asked.outputs is not None:
             asked = replace(asked, outputs=with_limit_length(
                 asked.outputs, problem.lengths.outputs.quantile(problem.constraint.quantile)))
@@ -76,15 +91,7 @@ class Replays:
             # formed batches of one job have no steady state: its first ones differ from its last
             steady = estimate.changed(batches=None) if estimate.variables.get("batches") else (
                 estimate)
-            figures = steady_replay(problem, self.timing, steady, asked, self._clocks)
+            figures = steady_replay(problem, self.timing, steady, asked, self.clocks)
         except XgptError:  # a request that never fits
             figures = None
         return Replayed(estimate, figures, queries)
-
-    def _draw(self, count: int) -> tuple[IntArray, IntArray]:
-        """(inputs, outputs) of `count` random requests, each [requests]."""
-        while len(self._drawn[0]) < count:  # a longer replay begins with the same requests
-            more = self.problem.lengths.sample(DRAWN, self._rng)
-            self._drawn = (np.concatenate([self._drawn[0], more[0]]),
-                           np.concatenate([self._drawn[1], more[1]]))
-        return self._drawn[0][:count], self._drawn[1][:count]

@@ -36,7 +36,7 @@ from xscheduler.refusals import check, refusal_of
 from xscheduler.replicas import replica_sizes
 from xscheduler.search import SURE, Found, Search, total_qps
 from xscheduler.space import Cell, without_replays
-from xsimulator.bound import Kind, UpperBound
+from xsimulator.bound import Kind, UpperBound, kind_of
 from xsimulator.plans import PlanCache
 
 FEW_DEVICES = 8  # chosen: up to as many devices, each division into two pools has its own bound
@@ -188,14 +188,14 @@ class SearchPlanner:
             part = cells[0].problem
             limit_s = latency_bound_s / keeps.least_factor(part)
             for kind, bounds in kinds.items():
-                plans = dict.fromkeys(cell.plan for cell in cells if _kind_of(cell.policy) == kind)
+                plans = dict.fromkeys(cell.plan for cell in cells if kind_of(cell.policy) == kind)
                 bounds[size] = self._bound_of(part, tuple(plans), kind, limit_s)
         both = {size: max(own.get(size, 0.0) for own in kinds.values())
                 for size in self.search.cells}
         whole = division_of(self.problem, both)
         alone: dict[str, float] = {}
         for name in dict.fromkeys(cell.policy for cell in self.search.all_cells):
-            best = division_of(self.problem, kinds[_kind_of(name)])
+            best = division_of(self.problem, kinds[kind_of(name)])
             alone[name] = 0.0 if best is None else best.throughput_qps
         upper = max(0.0 if whole is None else whole.throughput_qps, qps)
         return upper, tuple(sorted(((name, own) for name, own in alone.items() if own > 0),
@@ -336,10 +336,6 @@ def _near(timing: TimingSource, found: Sequence[Found], stages: int) -> float:
               if stages == 1 < len((own := one.replayed.estimate).deployment.stages)]
     return max((doubt.typical for doubt in doubts if doubt is not None and doubt.level == "far"),
                default=NEAR)
-
-
-def _kind_of(name: str) -> Kind:
-    return "two pools" if len(policy(name).pools) > 1 else "one pool"
 
 
 def _is_by(name: str, cell: Cell, *, degree: int | None = None) -> bool:

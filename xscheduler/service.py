@@ -26,7 +26,7 @@ import numpy as np
 from xgpt.core.constraint import Bound
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
-from xgpt.core.policies import policy, served_policies
+from xgpt.core.policies import served_policies
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xgpt.core.served import Search
@@ -38,11 +38,9 @@ from xscheduler.margin import Margins
 from xscheduler.progress import Watch
 from xscheduler.replays import Replays
 from xscheduler.space import OPTIMISM, Cell, CellKind, Point
-from xsimulator.bound import Kind
 from xsimulator.replay.prediction import num_checked_queries
 from xsimulator.replay.service import Used
 from xsimulator.replay.service_replay import ServiceReplayer
-from xsimulator.replay.step_clock import StepClocks
 
 PROBES = 3  # chosen: candidates of a kind that are replayed before its estimates are corrected
 _NEAR = 1.1  # chosen: neighbours of a candidate that uses up to so much of its limits are looked at
@@ -68,7 +66,6 @@ class Candidate:
     point: Point
     estimated_qps: float
     copies: int
-    clocks: StepClocks
     slower: float = 1.0  # factor by which its step times may be longer
     capacity_qps: float | None = None  # None: below that of the best at its time
     tried_qps: float = 0.0  # the rate that would have beaten the best; it used so much there
@@ -94,7 +91,8 @@ class Candidate:
 
     @cached_property
     def replayer(self) -> ServiceReplayer:
-        return ServiceReplayer(self.cell.problem, self.replays.timing, self.estimate, self.clocks)
+        return ServiceReplayer(self.cell.problem, self.replays.timing, self.estimate,
+                               self.replays.clocks)
 
     def replay(self, lengths: QueryLengths, arrival_s: FloatArray,
                clients: int | None = None) -> QueryTimes:
@@ -125,8 +123,6 @@ class ServiceSearch:
             most = max((cell.problem.cluster.num_devices for cell, _ in self.cells), default=0)
             self.cells = [(cell, replays) for cell, replays in self.cells if most == (
                 cell.problem.cluster.num_devices) and cell.plan[1] in (0, most)]
-        self._clocks = {id(replays): StepClocks(cell.problem, self.timing)
-                        for cell, replays in self.cells}
         limited = replace(plain, constraint=plain.constraint.with_latency(limit_s=1.0))
         self._margins = Margins(limited, Evaluator(limited, self.timing))
         self.load = Load(self.problem, self.problem.seed)
@@ -188,12 +184,6 @@ class ServiceSearch:
         return qps / devices / (
             (device.price_per_hour or 1.0) if constraint.objective == "cost" else 1.0)
 
-    def left(self) -> dict[tuple[Problem, tuple[int, int], Kind], int]:
-        """{(part of the cluster, tensor plan, kind of pools): replicas} of the candidates that were
-        given up by estimate."""
-        return {(cell.problem, cell.plan, "two pools" if len(policy(cell.policy).pools) > 1
-                 else "one pool"): cell.copies for cell, _ in self.cells}
-
     def trials(self, candidate: Candidate, *, load: Load | None = None,
                most_longer: int = MOST_LONGER) -> Trials:
         """Trials of rates on the candidate, with its doubt about step times."""
@@ -208,8 +198,7 @@ class ServiceSearch:
         cell, replays = next(pair for pair in self.cells if (
             pair[0].problem.cluster.num_devices == own.devices_per_replica))
         found = Candidate(cell=cell, replays=replays, point=(), estimated_qps=0.0,
-                          copies=own.replicas, clocks=self._clocks[id(replays)],
-                          given=given.one_copy)
+                          copies=own.replicas, given=given.one_copy)
         if self.has_margin and found.saturated_qps:
             found.slower = self._margins.margin(found.estimate.one_copy).timing
         return found
@@ -255,8 +244,7 @@ class ServiceSearch:
             if qps[at] > 0:
                 line.append(self._entry(Candidate(
                     cell=cell, replays=replays, point=tuple(cell.points[at].tolist()),
-                    estimated_qps=copies * float(qps[at]), copies=copies,
-                    clocks=self._clocks[id(replays)])))
+                    estimated_qps=copies * float(qps[at]), copies=copies)))
         heapq.heapify(line)
         return line
 

@@ -20,8 +20,8 @@ from xscheduler.evaluator import job_lengths
 from xscheduler.labels import configuration
 from xscheduler.progress import Watch
 from xscheduler.refusals import check
-from xscheduler.service import Candidate, ServiceSearch, steady
-from xsimulator.bound import UpperBound
+from xscheduler.service import Candidate, ServiceSearch
+from xsimulator.bound import UpperBound, kind_of
 from xsimulator.replay.service import (
     attainment,
     binding,
@@ -48,7 +48,7 @@ class ServicePlanner:
         self._rate = problem.arrivals.own_rate
         self.search = ServiceSearch(problem=problem, timing=timing, watch=watch,
                                     has_margin=has_margin, requests=requests)
-        self._bound = cache(lambda part: UpperBound(steady(part), timing))
+        self._bound = cache(lambda part: UpperBound(part, timing))
 
     def best(self, least_qps: float | None = None) -> Schedule:
         """The schedule with the highest value. Raises InfeasibleError if none keeps the limits at
@@ -140,7 +140,9 @@ class ServicePlanner:
     def _bound_value(self) -> float:
         """Upper bound on the value of every candidate that was given up by estimate."""
         search, most = self.search, 0.0
-        for (part, plan, kind), copies in search.left().items():
+        left = {(cell.problem, cell.plan, kind_of(cell.policy)): cell.copies
+                for cell, _ in search.cells}
+        for (part, plan, kind), copies in left.items():
             qps = self._bound(part).of_plan(plan, kind, math.inf)
             most = max(most, search.value_on(copies * qps, copies * part.cluster.num_devices))
         return most
@@ -209,8 +211,3 @@ def _reached_qps(one: Candidate) -> float:
     if one.capacity_qps is not None or one.used is None:
         return one.capacity_qps or 0.0
     return one.tried_qps / max(one.used.share, 1.0)
-
-
-def _p25(seconds: FloatArray) -> float:
-    own = seconds[~np.isnan(seconds)]
-    return float(np.quantile(own, 0.25)) if len(own) else 0.0

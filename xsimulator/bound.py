@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 
 from xgpt.core.errors import InputError
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xsimulator.allocation import can_hold, pool_ranks
@@ -38,6 +39,11 @@ from xsimulator.two_pool_bound import TwoPoolBound
 
 Kind = Literal["one pool", "two pools"]
 SPLITS = 8  # chosen: of the range of the share of encoding that the decode pool takes over
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a policy's pools."""
+    return "two pools" if len(policy(name).pools) > 1 else "one pool"
 
 
 class UpperBound:

@@ -15,7 +15,6 @@ from xscheduler.capacity import Load, highest_rate
 from xscheduler.planner import PlanOptions, plan
 from xscheduler.progress import Watch
 from xscheduler.service import Candidate, ServiceSearch
-from xsimulator.replay.step_clock import StepClocks
 
 LENGTHS = JointLengths(inputs=truncated_normal(256, 81, 512), outputs=truncated_normal(32, 13, 80))
 FAST = FixedSchedule(policies=("sarathi", "vllm"), token_budget=512, tp_degree=1)
@@ -40,10 +39,9 @@ def by_hand(problem):
     """The highest capacity of all candidates, in requests/s."""
     search, best = search_of(problem), 0.0
     for cell, replays in search.cells:
-        clocks = StepClocks(cell.problem, search.timing)
         for point in map(tuple, cell.points.tolist()):
             one = Candidate(cell=cell, replays=replays, point=point, estimated_qps=1.0,
-                            copies=cell.copies, clocks=clocks)
+                            copies=cell.copies)
             best = max(best, highest_rate(search.trials(one)).qps)
     return best
 
@@ -74,7 +72,6 @@ def test_the_limits_hold_near_the_capacity_with_another_seed():
     one = Candidate(cell=cell, replays=replays, copies=cell.copies, estimated_qps=1.0,
                     point=tuple(schedule.estimate.variables[name]
                                 for name in ("max_active", "token_budget")),
-                    clocks=StepClocks(cell.problem, search.timing),
                     slower=schedule.margin.factor)
     assert search.trials(one, load=Load(problem, 77)).at(0.95 * served.capacity.qps).holds
 
