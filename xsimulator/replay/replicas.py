@@ -73,7 +73,6 @@ class ShapesReplayer:
 
     def routed(self, queries: QueryLengths) -> RoutedReplay:
         """The replay of each replica, with its requests, in the order of their ranks."""
-        queries = with_forecasts(queries, self.problem, self._copies[0].forecasting)
         return replay_routed(self._copies, queries, self.problem.adjustment.routing)
 
 
@@ -140,6 +139,7 @@ def replay_together(replayers: Sequence[Replayer], lengths: QueryLengths, router
     for results without pools, where that is quicker."""
     first = replayers[0]
     gives_token = not first.problem.model.is_encoder_decoder
+    lengths = with_forecasts(lengths, first.problem, first.forecasting)
     plans = {one: one.plans(one.rules(lengths), one.clocks(lengths)) for one in replayers}
     found = replay_natively(ReplayJob.of(lengths, arrival_s, gives_token, first.forecasting),
                             [plans[one] for one in replayers], router, has_steps=has_steps)

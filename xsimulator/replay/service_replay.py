@@ -7,7 +7,6 @@ from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.arrival_routing import ArrivalRouter, router_of
-from xrunner.rules.forecast import with_forecasts
 from xrunner.rules.routing import window_of
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.replicas import merge_results, replay_together, replayers_of, tokens_of
@@ -36,7 +35,6 @@ class ServiceReplayer:
             result = alone.run(lengths, arrival_s=arrival_s) if quick is None else (
                 quick.results()[0])
             return merge_results([result], [range(count)])
-        lengths = with_forecasts(lengths, self.problem, self._replicas[0].forecasting)
         if concurrency is not None:
             arrival_s = np.where(np.arange(count) < concurrency, arrival_s, np.inf)
         found = replay_together(self._replicas, lengths, self.router(lengths), arrival_s,
