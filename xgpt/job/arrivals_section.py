@@ -66,10 +66,10 @@ def _wrong(job: Job, own: ArrivalSpec, reading: Reading) -> Iterator[tuple[objec
     yield (own.process == "gamma") != ("cv" in given), f"{_HERE}.cv", (
         "of `process: gamma`, which needs it")
     yield value_of(_HERE) != FROM_REQUESTS and not any(
-        form[0] in given and given <= {*form} for form in _FORMS), _HERE, _WORDS
+        form[0] in given and given <= {*form} for form in _FORMS), _HERE, (
+            f"one of {_WORDS}, not {{{', '.join(sorted(given))}}}")
     yield value_of(_HERE) == FROM_REQUESTS and job.workload.requests is None, _HERE, (
         "needs workload.requests to be a file, with arrival_s in each line")
-
     yield value_of("constraint.kind") == "sequence", "constraint.kind", f"queries {_BESIDE}"
     yield job.constraint.attainment == 1, "constraint.attainment", (
         f"above 0 and below 1 {_BESIDE}")

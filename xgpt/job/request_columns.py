@@ -42,7 +42,7 @@ def wrong_columns(job: Job, model: ModelSpec, requests: Requests | None) -> Iter
         if requests is not None and files is not None and needed in requests.lacking:
             count, file, line = requests.lacking[needed]
             yield mistake(key, value, f"of requests that all have {needed}: {count:,} of "
-                          f"{len(requests):,} have none, the first in {files.place(file, line)}")
+                          f"{len(requests):,} do not, the first in {files.place(file, line)}")
     if requests and requests.deadlines_s is not None and job.workload.arrivals is not None:
         yield mistake("workload.arrivals", None, "left out where requests have a deadline_s of "
                       "their own: constraint.deadline_s is the limit on all that arrive")

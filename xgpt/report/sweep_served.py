@@ -15,7 +15,6 @@ from xgpt.report.words import counted
 LINES = ("rate", "scale")  # axes along which a deployment is followed
 WORTH = "capacity per price of an hour (or per device, without prices)"
 _FIGURES = {"ttft_p90_s": "TTFT P90", "tpot_p99_s": "TPOT P99"}
-_WORDS = ("workload", "deployment")  # columns that are no numbers
 _MOST_ROWS, _MOST_REASONS = 30, 3  # chosen
 ServedTable = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, header, rows
 
@@ -44,19 +43,20 @@ def bests_elsewhere(rows: Collection[Row]) -> list[str]:
 
 def served_tables(rows: Sequence[Row]) -> list[ServedTable]:
     """The points along a rate or a scale, or else the best deployment of each workload; where
-    workloads vary, how many times as much one costs with the best deployment of another."""
-    lines, best = lines_of(rows), best_points(rows)
+    workloads vary, these and how many times as much one costs with that of another."""
+    lines, best, one = lines_of(rows), best_points(rows), len({row["scenario"] for row in rows}) < 2
     shown = [row for row in rows if row.get("ttft_p90_s")] if lines else [*best.values()]
     found: list[ServedTable] = [(
-        "each point" if lines else f"the best {WORTH}",
+        f"{'each point: the' if lines else 'the best'} {WORTH}",
         ("workload", *lines, "capacity", "per price", "attained",
-         *_FIGURES.values(), "deployment"),
+         *_FIGURES.values(), "deployment")[one:],
         [(str(row["scenario"]), *(str(row.get(axis)) for axis in lines),
           *("-" if value is None else form(value) for value, form in (
               (number_of(row, "capacity_qps"), plain), (worth_of(row) or None, plain),
               (number_of(row, "attainment"), "{:.1%}".format),
               *((number_of(row, name), format_seconds) for name in _FIGURES))),
-          str(row["deployment"] or row.get("controls"))) for row in shown[:_MOST_ROWS]])]
+          row["deployment"] or f"{row.get('chosen')}, {row.get('replicas')} x TP "
+          f"{row.get('tp_degree')} PP {row.get('stages')}")[one:] for row in shown[:_MOST_ROWS]])]
     if len(best) > 1 and not lines:
         worth = {(row["scenario"], row["deployment"]): worth_of(row) for row in rows}
         found.append((
@@ -78,9 +78,9 @@ def served_headline(rows: Sequence[Row]) -> str:
 def served_text(rows: Sequence[Row]) -> str:
     """The headline, the tables as text, and why points have no capacity."""
     said = [paragraph(served_headline(rows))]
-    for title, header, body in served_tables(rows):
+    for title, header, body in filter(itemgetter(2), served_tables(rows)):
         said += [paragraph(title), table(header, body, [
-            at for at, name in enumerate(header) if name not in _WORDS])] if body else []
+            at for at, name in enumerate(header) if name not in ("workload", "deployment")])]
     return "\n".join([*said, *(paragraph(f"no capacity: {why}")
                                for *_, why in lacking(rows)[:_MOST_REASONS])])
 

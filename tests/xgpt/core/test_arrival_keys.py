@@ -176,7 +176,7 @@ def test_requests_without_times_or_with_falling_ones_are_refused_by_their_lines(
         opened(tmp_path, lines)
     first, second = cause.value.mistakes
     assert first.key == second.key == "workload.arrivals"
-    assert "1 of 3 have none" in first.allowed and first.allowed.endswith("line 3")
+    assert "1 of 3 do not" in first.allowed and first.allowed.endswith("line 3")
     assert "not before" in second.allowed and second.allowed.endswith("line 2")
     assert opened(tmp_path, lines, "{rate: 2}").requests.bad_lines[0].line == 4
     with pytest.raises(InputError, match="constraint.deadline_s is the limit"):

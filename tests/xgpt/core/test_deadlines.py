@@ -58,7 +58,7 @@ def test_an_order_by_deadlines_needs_one_of_each_request(tmp_path):
     with pytest.raises(InputError) as refused:
         opened(tmp_path, "a.jsonl", lines, "schedule.order=deadline")
     (found,) = refused.value.mistakes
-    assert found.key == "schedule.order" and "2 of 3 have none, the first in " in found.allowed
+    assert found.key == "schedule.order" and "2 of 3 do not, the first in " in found.allowed
     assert found.allowed.endswith("line 2")
     given = opened(tmp_path, "a.jsonl", lines, "schedule.order=deadline", "constraint.deadline_s=9")
     assert given.problem.queries.deadlines_s.tolist() == [5, 9, 9]

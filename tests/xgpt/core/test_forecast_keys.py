@@ -67,7 +67,7 @@ def test_a_column_has_forecasts_within_the_caps(tmp_path):
 def test_lines_without_the_length_that_a_forecast_needs_are_counted(tmp_path, forecast, needed):
     (key, allowed), = mistakes(tmp_path, f"schedule.forecast={forecast}")
     assert key == "schedule.forecast"
-    assert f"have {needed}: 1 of 3 have none, the first in " in allowed
+    assert f"have {needed}: 1 of 3 do not, the first in " in allowed
     assert allowed.endswith("line 3")
 
 
