@@ -7,7 +7,7 @@ from functools import partial
 
 from xrunner.engine.arrivals import Arriving, RoutedArrivals
 from xrunner.engine.head import Head, Supply
-from xrunner.engine.replicas import ToReplicas
+from xrunner.engine.replicas import ToReplicas, submit
 from xrunner.query import FinishedQuery, PreparedQuery
 
 IDLE_NOTE = "waiting for requests to arrive"
@@ -34,10 +34,8 @@ class FromArrivals(Supply):
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         if wait_s:
             self._sleep(wait_s)
-        for index, at_s in self._arriving.due():
-            query = self._queries[index].arrived(at_s, self._arriving.clock())
-            is_taken = head.submit(query)
-            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
+        due = self._arriving.due()
+        submit(head, [self._queries[index] for index, _ in due], [at_s for _, at_s in due])
 
     def close(self, head: Head) -> bool:
         return self._arriving.is_empty

@@ -259,12 +259,12 @@ class ToReplicas(Supply):
             self._comm.send(self._heads[replica - 1], PortionMessage(
                 queries=tuple(given), arrival_s=arrival_s))
         if not replica:
-            _submit(head, map(self._queries.__getitem__, given), arrival_s)
+            submit(head, map(self._queries.__getitem__, given), arrival_s)
         head.expire()
 
 
-def _submit(head: Head, queries: Iterable[PreparedQuery], arrival_s: Sequence[float]) -> None:
-    """Submits requests that a replica is given. `arrival_s`: as in PortionMessage."""
+def submit(head: Head, queries: Iterable[PreparedQuery], arrival_s: Sequence[float]) -> None:
+    """Submits requests that a head is given. `arrival_s`: as in PortionMessage."""
     for place, query in enumerate(queries):
         is_taken = head.submit(query.arrived(arrival_s[place], head.clock()) if arrival_s
                                else query)
@@ -305,7 +305,7 @@ class FromRankZero(Supply):
 
     def hear(self, head: Head, message: Message) -> None:
         assert isinstance(message, PortionMessage), f"{message = }"
-        _submit(head, map(self._query_of, message.queries), message.arrival_s)
+        submit(head, map(self._query_of, message.queries), message.arrival_s)
         self._given += len(message.queries)
         head.expire()
         self._is_last, self._is_to_stop = (self._is_last or message.is_last,
