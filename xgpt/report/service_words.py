@@ -15,7 +15,7 @@ METRIC_NAMES: Mapping[ServedMetric, str] = {
     "queueing": "queueing", "ttft": "TTFT", "tpot": "TPOT after TTFT", "latency": "latency",
     "latency_per_token": "latency/token"}
 BINDS: Mapping[Binding, str] = {  # by step times with the margin
-    "queueing": "queueing: the P99 of the wait for prefill is near its limit",
+    "queueing": "queueing: the P99 of the wait for prefill is near its limit or TTFT's",
     "batch slots": "batch slots: nearly all are taken at P75 of the steps",
     "memory": "memory: most of the KV cache is in use in the mean",
     "bubbles": "bubbles: the stages idle for much of the time",

@@ -99,7 +99,7 @@ class RoutedArrivals(Router):
         return given
 
     def note_begun(self, replica: int, count: int) -> None:
-        for _ in range(count):
+        for _ in range(min(count, len(self._unbegun[replica]))):  # batches may begin in any order
             self._rule.begun(replica, self._unbegun[replica].popleft())
 
     def note_done(self, replica: int, index: int) -> None:

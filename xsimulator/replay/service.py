@@ -144,16 +144,16 @@ def binding(metrics: Sequence[MetricFigures], replicas: Sequence[ReplicaFigures]
             tpot_s: FloatArray, most_active: int | None) -> Binding:
     """The part of a service that binds, by the thresholds of Vidur's report. most_active: most
     requests at a time of a replica; None: any. tpot_s: time per token, nan for none."""
-    by_metric = {one.metric: one for one in metrics}
-    queueing, tpot = by_metric["queueing"], by_metric.get("tpot")
-    if queueing.p99_s > _NEAR * (queueing.limit_s or QUEUEING_S):
+    limits_s = {one.metric: one.limit_s or math.inf for one in metrics}
+    wait_s = min(limits_s["queueing"], limits_s.get("ttft", math.inf))
+    queueing_s = next(one.p99_s for one in metrics if one.metric == "queueing")
+    if queueing_s > _NEAR * (wait_s if math.isfinite(wait_s) else QUEUEING_S):
         return "queueing"
     if most_active and max(one.batch_p75 for one in replicas) > _SLOTS * most_active:
         return "batch slots"
     if max(one.memory for one in replicas) > _MEMORY:
         return "memory"
-    if tpot is not None and tpot.limit_s and (
-            np.nanquantile(tpot_s, 0.25) > _SLOW * tpot.limit_s):
+    if "tpot" in limits_s and np.nanquantile(tpot_s, 0.25) > _SLOW * limits_s["tpot"]:
         return "slow model"
     return "bubbles" if min(one.busy for one in replicas) < 1 - _IDLE else "nothing"
 

@@ -179,3 +179,17 @@ def test_a_deadline_counts_from_the_arrival(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     query = PreparedQuery(index=0, id="q", input_ids=(1,), max_new_tokens=1, expires_at=5.0)
     assert query.arrived(10.0, 12.0).expires_at == 1003.0
+
+
+def test_requests_may_begin_in_another_order_than_they_came():
+    windows = [Window(waiting=9)]
+    arriving = Arriving(iter(range(3)), Clock(), arrival_s=np.zeros(3))
+    routed = RoutedArrivals(router_of("least-queries", tokens=[1] * 3, windows=windows, seed=0),
+                            arriving, range(3), windows)
+    routed.route(lambda: [Load(0, 0)], lambda replica: routed.top_up(replica, Load(0, 0)))
+    routed.note_begun(0, 1)  # the last one, in a batch of its own
+    routed.note_done(0, 2)
+    routed.note_begun(0, 2)
+    for index in (0, 1):
+        routed.note_done(0, index)
+    assert routed.is_done and not routed.arrived_s

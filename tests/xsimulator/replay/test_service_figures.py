@@ -62,12 +62,15 @@ def test_times_count_from_the_arrival_and_single_tokens_have_no_time_per_token()
 
 
 @pytest.mark.parametrize(("part", "changes"), [
-    ("queueing", {"queue": 4.5}), ("batch slots", {"batch": 31}), ("memory", {"memory": 0.8}),
-    ("slow model", {"p25": 0.08}), ("bubbles", {"busy": 0.5}), ("nothing", {})])
+    ("queueing", {"queue": 4.5}), ("queueing", {"ttft": 1.2}), ("batch slots", {"batch": 31}),
+    ("memory", {"memory": 0.8}), ("slow model", {"p25": 0.08}), ("bubbles", {"busy": 0.5}),
+    ("nothing", {})])
 def test_the_part_that_binds(part, changes):
-    own = {"queue": 1.0, "batch": 16, "memory": 0.5, "p25": 0.05, "busy": 0.8} | changes
+    own = {"queue": 1.0, "batch": 16, "memory": 0.5, "p25": 0.05, "busy": 0.8,
+           "ttft": None} | changes
     same = {"mean_s": 0.1, "p50_s": 0.1, "p90_s": 0.1, "p95_s": 0.1}
     metrics = (MetricFigures(metric="queueing", p99_s=own["queue"], **same),
+               MetricFigures(metric="ttft", p99_s=1.0, limit_s=own["ttft"], **same),
                MetricFigures(metric="tpot", p99_s=0.1, limit_s=0.1, share=0.99, **same))
     replica = ReplicaFigures(
         requests=9, steps=9, batch=9.0, batch_p75=own["batch"], tokens=9.0, busy=own["busy"],
