@@ -133,7 +133,7 @@ def test_what_has_not_begun_by_its_deadline_expires_and_is_run_by_the_same_comma
     """A single slot of many clients, each of whose requests has its own time since it arrived."""
     limits = "constraint: {deadline_s: 0.06, on_deadline: stop, attainment: 0.01}\n"
     job = toy_job(tmp_path, "policy: sarathi, max_active: 1, token_budget: 64",
-                  "{rate: 65, process: even}", limits=f"{limits}search: {{queries: 100}}\n")
+                  "{rate: 40, process: gamma, cv: 8}", limits=f"{limits}search: {{queries: 100}}\n")
     stopped = job.run_to_end()
     assert stopped.returncode == 4, stopped.stderr
     rows = [json.loads(line) for line in (job.output / "results.jsonl").read_text().splitlines()]
