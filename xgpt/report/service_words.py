@@ -47,7 +47,7 @@ def service_facts(schedule: Schedule, unit: str = " unit of price") -> Iterator[
     for row in sorted((row for row in schedule.rejected if row.kind == "policy" and row.words),
                       key=lambda row: -(row.throughput_qps or 0.0))[:1]:
         rate = "" if row.throughput_qps is None else f" with {plain(row.throughput_qps)} requests/s"
-        yield "second best", f"{row.name}{rate}: {row.reason}"
+        yield "second best", f"{row.name}{rate}{' by one seed' * bool(rate)}: {row.reason}"
     if (search := served.search) is not None:
         yield "search", (
             f"{counted(search.candidates, 'candidate')}: {search.replayed:,} replayed, "
@@ -67,8 +67,8 @@ def attainment_words(served: Served) -> str:
 
 def percentile_rows(served: Served, bounds: Sequence[Bound]) -> list[tuple[str, ...]]:
     """Cells below PERCENTILES, a row a metric, with quantiles where limits do not hold jointly."""
-    own: dict[str, str] = {one.metric: f" P{one.quantile * 100:g}" for one in bounds
-                           if served.wanted is None}
+    own = {{"deadline": "latency"}.get(one.metric, one.metric): f" P{one.quantile * 100:g}"
+           for one in bounds if served.wanted is None and math.isfinite(one.limit_s)}
     return [(METRIC_NAMES[one.metric], *map(format_seconds, (
         one.mean_s, one.p50_s, one.p90_s, one.p95_s, one.p99_s)), "-" if one.limit_s is None else (
             format_seconds(one.limit_s) + own.get(one.metric, "")),

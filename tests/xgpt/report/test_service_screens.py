@@ -11,9 +11,10 @@ from screens import check_screen
 from served import SERVED, served_schedule, service
 
 from xgpt.cli.main import cli
+from xgpt.core.constraint import Bound, deadline_bound
 from xgpt.core.schedule_file import from_json, to_json
 from xgpt.report.plan_screen import PlanTimes, plan_screen
-from xgpt.report.service_words import service_facts
+from xgpt.report.service_words import percentile_rows, service_facts
 from xgpt.report.table import schedule_details
 
 SCREENS = Path(__file__).with_name("screens.txt")
@@ -52,6 +53,13 @@ def test_what_was_not_proved_or_not_settled_or_not_asked_is_said():
     assert facts(attainment=None, wanted=None)["attainment"].startswith("no limit was set")
     # without a joint share each limit has its quantile beside it
     assert "400 ms P90" in shown(wanted=None) and "400 ms P90" not in shown()
+
+
+def test_a_deadline_is_a_limit_on_the_latency_with_its_own_quantile():
+    late = replace(SERVED.figures_of("latency"), limit_s=6.0)
+    rows = percentile_rows(replace(SERVED, wanted=None, metrics=(late,)), [
+        Bound(limit_s=math.inf, kind="queries"), deadline_bound(6.0)])
+    assert rows[0][6] == "6.00 s P95"
 
 
 def test_an_attainment_is_never_rounded_up_to_what_was_asked_for():
