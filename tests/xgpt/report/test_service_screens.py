@@ -56,7 +56,7 @@ def test_what_was_not_proved_or_not_settled_or_not_asked_is_said():
 
 
 def test_a_deadline_is_a_limit_on_the_latency_with_its_own_quantile():
-    late = replace(SERVED.figures_of("latency"), limit_s=6.0)
+    late = replace(SERVED.metrics[0], metric="latency", limit_s=6.0)
     rows = percentile_rows(replace(SERVED, wanted=None, metrics=(late,)), [
         Bound(limit_s=math.inf, kind="queries"), deadline_bound(6.0)])
     assert rows[0][6] == "6.00 s P95"
