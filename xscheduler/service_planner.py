@@ -33,7 +33,7 @@ from xsimulator.replay.service import (
 
 MOST_SHOWN = 20_000  # chosen: requests of the replay whose figures are shown
 _ALTERNATIVES = 3  # chosen: candidates of a policy, or number of replicas, whose capacity is found
-_MOST_COPIES = 4  # chosen: a refusal tries up to so many times the replicas
+_LEAST_MORE = 0.95  # chosen: a refusal tries replicas from so many times the proportion on
 
 Key = TypeVar("Key", str, int)
 
@@ -194,15 +194,13 @@ class ServicePlanner:
         copies = found.copies
         at_most = (f"at most {found.capacity_qps:.3g} requests/s keep {limits} "
                    f"({found.cell.policy}, {copies} replica{'s' * (copies != 1)})")
-        each = found.cell.problem.cluster.num_devices
-        for more in range(copies + 1, _MOST_COPIES * copies + 1):
-            if found.capacity_qps and self._rate and more * found.capacity_qps < (
-                    0.95 * copies * self._rate):
-                continue
-            other = found.in_copies(more)
-            if self.search.trials(other).at(self._rate or 0.0).holds:
-                return InfeasibleError(f"{at_most}; {(more - copies) * each} more devices would "
-                                       f"keep them at {self._rate:.3g}")
+        rate, each = self._rate or 0.0, found.cell.problem.cluster.num_devices
+        least = math.ceil(_LEAST_MORE * copies * rate / (found.capacity_qps or math.inf))
+        for more in range(max(copies + 1, least), 2 * (copies + least)) if rate else ():
+            if self.search.trials(found.in_copies(more)).at(rate).holds:
+                devices = (more - copies) * each
+                return InfeasibleError(f"{at_most}; {devices} more device{'s' * (devices != 1)} "
+                                       f"would keep them at {rate:g}")
         return InfeasibleError(at_most)
 
 
