@@ -247,9 +247,9 @@ class CopiesTried:
     """A number of replicas that was examined, each on `devices_per_replica` devices.
 
     `throughput_qps` and `words`: the best schedule found (None, and the reason, if there is none).
-    `bound_qps`: upper bound on all of its schedules; one that cannot win is not searched further.
-    `devices`: devices of each replica, the largest first, if they are unequal (the bound is then
-    that of all unequal divisions); else empty."""
+    `bound_qps`: upper bound on all of its schedules (of a service: on this one); one that cannot
+    win is not searched further. `devices`: of each replica, the largest first, if they are unequal
+    (the bound is then that of all unequal divisions); else empty."""
 
     replicas: Positive
     devices_per_replica: Count

@@ -76,7 +76,8 @@ class RoutedArrivals(Router):
         """Chooses replicas for all requests that have arrived. `loads`: of each replica now.
         `give`: gives a replica what was chosen for it (`top_up`)."""
         def counted() -> list[Load]:
-            return [AWAY if one in self.away else load for one, load in enumerate(loads())]
+            return [AWAY if one in self.away else load._replace(
+                waiting=load.waiting + self.num_left(one)) for one, load in enumerate(loads())]
 
         def put(place: int, replica: int) -> None:
             self._held -= 1
