@@ -31,7 +31,7 @@ class _Loading:
     def __init__(self, ready: int) -> None:
         self.ready, self.looks = ready, 0
         self.executor = self.requests = self.sink = self
-        self.has_work = True
+        self.has_work, self.heartbeat = True, None
 
     @property
     def is_ready(self) -> bool:
