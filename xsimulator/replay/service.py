@@ -76,6 +76,8 @@ def used_of_limits(seconds: Mapping[ServedMetric, FloatArray], constraint: Const
     limit is divided."""
     limits, joint = limits_of(constraint), constraint.attainment
     shares = [faster * seconds[metric] / bound.limit_s for metric, bound in limits]
+    if joint is not None:  # a single token keeps a limit on the time per token
+        shares = [np.nan_to_num(share) for share in shares]
     each = [Used(quantile(own, joint or bound.quantile), metric) for share, (metric, bound) in zip(
         shares, limits, strict=True) if len(own := share[~np.isnan(share)])]
     most = max(each, default=Used(0.0, limits[0][0]))
