@@ -84,5 +84,6 @@ def test_replicas_answer_requests_that_arrive(tmp_path, toy, vllm_python):
     results = read_lines(tmp_path / "out" / "results.jsonl")
     assert [line["output_ids"] for line in results] == [expected[i % KINDS] for i in range(COUNT)]
     assert [line["arrival_s"] for line in results] == pytest.approx(arrival_s.tolist())
-    assert all(line["arrival_s"] <= line["encode_start_s"] for line in results)
+    skew_s = 0.05  # between the clocks of ranks, which leave a barrier one after the other
+    assert all(line["arrival_s"] <= line["encode_start_s"] + skew_s for line in results)
     assert {line["replica"] for line in results} == {0, 1}
