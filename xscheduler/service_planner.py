@@ -33,6 +33,7 @@ from xsimulator.replay.service import (
 
 MOST_SHOWN = 20_000  # chosen: requests of the replay whose figures are shown
 _ALTERNATIVES = 3  # chosen: candidates of a policy, or number of replicas, whose capacity is found
+_MOST_DEVICES = 1024  # chosen: a refusal tries no more of them
 _LEAST_MORE = 0.95  # chosen: a refusal tries replicas from so many times the proportion on
 
 Key = TypeVar("Key", str, int)
@@ -91,7 +92,8 @@ class ServicePlanner:
             bare_qps=max(bare.qps, float(np.mean(rates))),
             saturated_qps=found.estimate.figures.throughput_qps,
             is_settled=all(one.is_settled for one in highest))
-        rate = self._rate or capacity.lowest_qps  # at which every seed keeps the limits
+        # at the lowest every seed keeps the limits; a seed may keep them at no rate
+        rate = self._rate or capacity.lowest_qps or capacity.qps
         return self.at(found, rate, capacity, min(max(one.count for one in trials), MOST_SHOWN))
 
     def at(self, found: Candidate, rate: float, capacity: Capacity, count: int) -> Served:
@@ -196,7 +198,8 @@ class ServicePlanner:
                    f"({found.cell.policy}, {copies} replica{'s' * (copies != 1)})")
         rate, each = self._rate or 0.0, found.cell.problem.cluster.num_devices
         least = math.ceil(_LEAST_MORE * copies * rate / (found.capacity_qps or math.inf))
-        for more in range(max(copies + 1, least), 2 * (copies + least)) if rate else ():
+        is_tried = rate > 0 and least * each <= _MOST_DEVICES
+        for more in range(max(copies + 1, least), 2 * (copies + least)) if is_tried else ():
             if self.search.trials(found.in_copies(more)).at(rate).holds:
                 devices = (more - copies) * each
                 return InfeasibleError(f"{at_most}; {devices} more device{'s' * (devices != 1)} "

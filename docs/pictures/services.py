@@ -98,7 +98,7 @@ def data(name: str, across: tuple[float, ...] | None = None) -> dict[str, list[f
 
 
 def figure(name: str, replayer: ServiceReplayer, load: Load, rate: float) -> float:
-    """What the picture shows at a rate."""
+    """Share, or seconds, that the picture shows at a rate."""
     lengths, arrival_s = load.at(rate, LINES[name].requests)
     result = replayer.run(lengths, arrival_s, has_steps=False)
     rows = counted(arrival_s)

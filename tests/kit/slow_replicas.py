@@ -9,7 +9,7 @@ from xsimulator.replay.step_clock import PoolClock, ScaledClock
 
 
 class SlowReplica(Replayer):
-    """Of another replayer, with steps that take `factor` times as long."""
+    """Results of another replayer, with steps that take `factor` times as long."""
 
     def __init__(self, own: Replayer, timing: TimingSource, factor: float) -> None:
         super().__init__(own.problem, timing, own.estimate)

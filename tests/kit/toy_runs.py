@@ -234,7 +234,7 @@ def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rul
          queries: Sequence[PreparedQuery], sink: Collector | None = None, *,
          link: PoolLink | None = None, in_blocks: bool = False,
          is_supplied: bool = False) -> Collector:
-    """What the first rank does. `in_blocks`: entries that are reserved lie so, too. `is_supplied`:
+    """Work of the first rank. `in_blocks`: entries that are reserved lie so, too. `is_supplied`:
     the queries come while it runs."""
     sink = sink or Collector()
     head = head_of(directory, Neighbours(comm, route), executor, rule, sink, link)

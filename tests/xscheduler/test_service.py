@@ -86,6 +86,9 @@ def test_the_fewest_devices_that_keep_the_limits_at_a_rate():
     one = problem_of(devices=1, rate=rate)
     with pytest.raises(InfeasibleError, match=r"at most .* requests/s keep ttft_s 1.*1 more dev"):
         plan(one, roofline_of(one), PlanOptions())
+    many = problem_of(devices=1, rate=1e6)  # more devices than a refusal tries
+    with pytest.raises(InfeasibleError, match=r"at most [^;]*$"):
+        plan(many, roofline_of(many), PlanOptions())
     never = problem_of(devices=1, ttft_s=1e-4)
     with pytest.raises(InfeasibleError, match="at any rate"):
         plan(never, roofline_of(never), PlanOptions())

@@ -1,4 +1,4 @@
-"""What is shown of a run whose requests arrive over time, measured beside predicted."""
+"""Screens and pages of a run whose requests arrive over time, measured beside predicted."""
 
 import json
 

@@ -37,14 +37,14 @@ POLICIES = [*CONFIGS, *((policy, CONTINUOUS) for policy in ("vllm", "orca", "mix
 
 
 class Unit:
-    """Of the replay: every step takes a second."""
+    """A clock of the replay: every step takes a second."""
 
     def seconds(self, sizes):
         return [1.0]
 
 
 class Clock:
-    """Of the run."""
+    """A clock of the run."""
 
     def __init__(self):
         self.now, self.slept = 0.0, []

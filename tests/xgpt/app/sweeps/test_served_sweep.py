@@ -38,7 +38,7 @@ def swept(job: Path, *over: str, is_best: bool = False, name: str = "all") -> Sw
 
 @pytest.fixture(scope="module")
 def grids(tmp_path_factory):
-    """The same grid searched to the end, and with points given up."""
+    """A grid, searched to the end and with points given up."""
     path = tmp_path_factory.mktemp("grid") / "service.yaml"
     path.write_text(JOB + "price_per_hour: 0.5\n")
     return swept(path, *FEW), swept(path, *FEW, is_best=True, name="best")
